@@ -1,0 +1,149 @@
+"""A checkpoint as the graph writers see it: a config in the model's own words and a way to read one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflash_ort.errors import CheckpointError
+
+Array = np.ndarray
+TensorLoader = Callable[[str], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: base frequency and, where the checkpoint scales it, how (the `rope_scaling` of transformers)."""
+
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def tables(self, length: int, head_dim: int) -> tuple[Array, Array]:
+        """cos and sin, float32 ``[length, head_dim / 2]``, half-split (not interleaved) layout."""
+        inverse = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        angles = np.arange(length, dtype=np.float64)[:, None] * self._scaled(inverse)[None, :]
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def _scaled(self, inverse: Array) -> Array:
+        kind = self.scaling.get("rope_type", self.scaling.get("type", "default"))
+        if kind == "default":
+            return inverse
+        if kind == "linear":
+            return inverse / float(self.scaling["factor"])
+        if kind == "llama3":
+            return self._llama3(inverse)
+        raise CheckpointError(f"rope scaling '{kind}' is not supported; expected default, linear or llama3")
+
+    def _llama3(self, inverse: Array) -> Array:
+        """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a linear blend between."""
+        factor = float(self.scaling["factor"])
+        low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
+        original = float(self.scaling["original_max_position_embeddings"])
+        turns = original * inverse / (2 * np.pi)
+        blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        scaled: Array = (1 - blend) * inverse / factor + blend * inverse
+        return scaled
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """What a Llama- or Qwen3-shaped stack of decoder layers is made of."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_epsilon: float
+    rope: Rope
+    max_positions: int
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"the checkpoint's {name} is {getattr(self, name)}; expected a positive number")
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"the checkpoint has {self.num_heads} attention heads over {self.num_kv_heads} key/value heads; "
+                "expected a multiple"
+            )
+        if self.head_dim % 16:
+            raise CheckpointError(
+                f"the checkpoint's head_dim is {self.head_dim}; rotary attention on the CPU needs a multiple of 16"
+            )
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCheckpoint:
+    """A causal language model. ``tensor(name)`` returns float32 under transformers' Llama names (``model.layers.0...``)."""
+
+    config: DecoderConfig
+    tensor: TensorLoader
+    tokenizer_json: str
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    source: Mapping[str, str]
+    """Provenance: what was read, with its SHA-256."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCheckpoint:
+    """A DFlash drafter in z-lab's format. ``tensor(name)`` returns float32; embeddings and LM head are the target's.
+
+    ``draft_vocabulary`` holds the target id of each draft logit (int64 ``[draft_vocab]``), or None for the whole vocabulary.
+    """
+
+    config: DecoderConfig
+    tensor: TensorLoader
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    draft_vocabulary: Array | None
+    source: Mapping[str, str]
+
+    def check_fits(self, target: DecoderConfig) -> None:
+        """Raise CheckpointError unless this drafter was made for a target of this shape."""
+        if self.config.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"the drafter's hidden_size is {self.config.hidden_size}, the target's {target.hidden_size}; "
+                "use a drafter trained for this target"
+            )
+        if self.config.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"the drafter's vocabulary has {self.config.vocab_size} tokens, the target's {target.vocab_size}; "
+                "use a drafter trained for this target"
+            )
+        if self.num_target_layers is not None and self.num_target_layers != target.num_layers:
+            raise CheckpointError(
+                f"the drafter was trained for a target of {self.num_target_layers} layers, this one has {target.num_layers}; "
+                "use a drafter trained for this target"
+            )
+        if any(not 0 <= layer < target.num_layers for layer in self.target_layer_ids):
+            raise CheckpointError(
+                f"the drafter taps layers {list(self.target_layer_ids)}, the target has layers 0 to {target.num_layers - 1}; "
+                "use a drafter trained for this target"
+            )
+        if not 0 <= self.mask_token_id < target.vocab_size:
+            raise CheckpointError(
+                f"the drafter's mask_token_id is {self.mask_token_id}, outside the target's {target.vocab_size} tokens"
+            )

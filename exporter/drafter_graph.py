@@ -1,0 +1,107 @@
+"""The DFlash drafter's graph: newly committed rows' hidden states and a block of mask tokens in, one draft per mask out.
+
+As in z-lab's reference: ``fc`` and ``hidden_norm`` turn the target's tapped states into context features; every layer
+projects them with its own k and v (KV injection) and the block's rows attend to the context and to each other, both ways.
+Slot ``i`` of the block, a mask token, predicts the token *at* slot ``i``; slot 0 holds the last committed token.
+
+Context rows and block rows share one ``GroupQueryAttention`` call (context first), which appends both to the cache; the
+runtime takes the block's rows back by length. The context rows' queries are computed and thrown away: they are few.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_ort.exporter.builder import GraphBuilder
+from dflash_ort.exporter.checkpoint import DecoderConfig, DrafterCheckpoint, TargetCheckpoint
+from dflash_ort.exporter.layers import CachedAttention, LayerBuilder
+from dflash_ort.exporter.linear import LinearWeights, Recipe
+from dflash_ort.exporter.target_graph import embedding, head_rows
+from dflash_ort.models import graph_names as names
+
+
+def build_drafter_graph(
+    drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, positions: int, vocab_size: int
+) -> GraphBuilder:
+    """The drafter as a graph. ``vocab_size``: rows of the target's own LM head; ids beyond it are never drafted."""
+    config = drafter.config
+    g = GraphBuilder("drafter")
+    width = len(drafter.target_layer_ids) * target.config.hidden_size
+    injected = g.input(names.INJECTED, ir.DataType.FLOAT, [1, "injected", width])
+    block_ids = g.input(names.BLOCK_IDS, ir.DataType.INT64, [1, "block"])
+    attention = CachedAttention(g, config, positions, causal=False)
+
+    rows = _Rows(g, injected, block_ids)
+    context_layers = LayerBuilder(g, config, drafter.tensor, recipe, "", rows=rows.context)
+    all_layers, layers = context_layers.over(rows.all), context_layers.over(rows.block)
+
+    features = context_layers.linear(injected, "fc", ["fc"], width, config.hidden_size)
+    context = g.rms_norm(features, layers.norm_weight("hidden_norm"), config.norm_epsilon)
+    residual = g.op("Gather", [embedding(g, target.config), block_ids])
+    normed = g.rms_norm(residual, layers.norm_weight("layers.0.input_layernorm"), config.norm_epsilon)
+    for layer in range(config.num_layers):
+        qkv = all_layers.qkv(g.op("Concat", [context, normed], axis=1), layer)
+        attended = rows.take_block(_attend(g, layers, attention, qkv, layer))
+        after = layers.norm_weight(f"layers.{layer}.post_attention_layernorm")
+        normed, residual = g.add_rms_norm(layers.attention_out(attended, layer), residual, after, config.norm_epsilon)
+        mlp = layers.mlp(normed, layer)
+        last = layer + 1 == config.num_layers
+        weight = layers.norm_weight("norm" if last else f"layers.{layer + 1}.input_layernorm")
+        normed, residual = g.add_rms_norm(mlp, residual, weight, config.norm_epsilon)
+
+    masks = g.op("Slice", [normed, g.ints(1), g.ints(np.iinfo(np.int64).max), g.ints(1)])
+    _head(g, drafter, target, recipe, masks, vocab_size)
+    return g
+
+
+class _Rows:
+    """How many rows are context, block and both (int64 ``[1]``), and the block's rows out of both, context first."""
+
+    def __init__(self, g: GraphBuilder, injected: ir.Value, block_ids: ir.Value) -> None:
+        self.g = g
+        self.context, self.block = g.num_rows(injected), g.num_rows(block_ids)
+        self.all = g.op("Add", [self.context, self.block])
+
+    def take_block(self, x: ir.Value) -> ir.Value:
+        return self.g.op("Slice", [x, self.context, self.all, self.g.ints(1)])
+
+
+def _attend(g: GraphBuilder, layers: LayerBuilder, attention: CachedAttention, qkv: ir.Value, layer: int) -> ir.Value:
+    """Per-head q/k norms (explicit nodes: the CPU kernel refuses its own), then attention."""
+    c = layers.config
+    query, key, value = g.split(qkv, [c.query_width, c.kv_width, c.kv_width])
+    query = _head_norm(g, layers, query, f"layers.{layer}.self_attn.q_norm", c.num_heads)
+    key = _head_norm(g, layers, key, f"layers.{layer}.self_attn.k_norm", c.num_kv_heads)
+    return attention.attend(layer, query, key, value)
+
+
+def _head_norm(g: GraphBuilder, layers: LayerBuilder, x: ir.Value, name: str, heads: int) -> ir.Value:
+    c: DecoderConfig = layers.config
+    split = g.op("Reshape", [x, g.ints(1, -1, heads, c.head_dim)])
+    normed = g.rms_norm(split, layers.norm_weight(name, c.head_dim), c.norm_epsilon)
+    return g.op("Reshape", [normed, g.ints(1, -1, heads * c.head_dim)])
+
+
+def _head(
+    g: GraphBuilder, drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, masks: ir.Value, vocab_size: int
+) -> None:
+    """The target's LM head on the draft vocabulary's rows, the best id of each mask and its log-probability."""
+    ids = draft_vocabulary(drafter, vocab_size)
+    head = LinearWeights("lm_head", target.config.hidden_size, len(ids), head_rows(target, ids))
+    logits = recipe["lm_head"].apply(g, masks, head, g.num_rows(masks))
+    best = g.op("ArgMax", [logits], axis=-1, keepdims=0, select_last_index=0)
+    draft_ids = g.op("Gather", [g.constant("draft_vocabulary", ids), best])
+    # log p(best) = max - logsumexp: the largest entry of log-softmax.
+    logprobs = g.op("ReduceMax", [g.op("LogSoftmax", [logits], axis=-1), g.ints(-1)], keepdims=0)
+    g.output(draft_ids, names.DRAFT_IDS, ir.DataType.INT64, [1, "drafts"])
+    g.output(logprobs, names.DRAFT_LOGPROBS, ir.DataType.FLOAT, [1, "drafts"])
+    g.output(logits, names.DRAFT_LOGITS, ir.DataType.FLOAT, [1, "drafts", len(ids)])
+
+
+def draft_vocabulary(drafter: DrafterCheckpoint, vocab_size: int) -> np.ndarray:
+    """Target ids of the draft logits' rows, int64 ``[draft_vocab]``, without those that the target cannot sample."""
+    ids = drafter.draft_vocabulary
+    if ids is None:
+        return np.arange(vocab_size, dtype=np.int64)
+    return ids[ids < vocab_size].astype(np.int64)

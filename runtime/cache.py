@@ -1,0 +1,71 @@
+"""Key/value caches: fixed-capacity buffers that a graph updates in place, and the arithmetic of their length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from dflash_ort.models import graph_names as names
+
+
+class CacheLength:
+    """How many leading rows of a cache are valid. Rolling back is a smaller length; nothing is copied."""
+
+    __slots__ = ("capacity", "value")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.value = 0
+
+    def check_room(self, rows: int) -> None:
+        """Raise ValueError unless ``rows`` more rows, padding included, fit."""
+        if rows < 0 or self.value + rows > self.capacity:
+            raise ValueError(f"{rows} rows do not fit a cache of {self.capacity} that holds {self.value}")
+
+    def append(self, rows: int) -> None:
+        """Count ``rows`` rows that a pass has written as valid."""
+        self.check_room(rows)
+        self.value += rows
+
+    def trim(self, length: int) -> None:
+        """Keep the first ``length`` rows. Raises ValueError if there are fewer."""
+        if not 0 <= length <= self.value:
+            raise ValueError(f"cannot trim a cache of {self.value} rows to {length}")
+        self.value = length
+
+
+class KVCache:
+    """The buffers of one request for one graph, bound once to an IOBinding as past and present alike.
+
+    Buffers are float32 ``[1, kv_heads, capacity, head_dim]``, two a layer. Their memory is reserved, and used only as far as
+    rows are written.
+    """
+
+    def __init__(self, session: Any, *, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int) -> None:
+        self.length = CacheLength(capacity)
+        self.binding = session.io_binding()
+        self._buffers: list[np.ndarray] = []
+        shape = (1, num_kv_heads, capacity, head_dim)
+        for layer in range(num_layers):
+            for kind in ("key", "value"):
+                buffer = np.zeros(shape, np.float32)
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+                self._buffers.append(buffer)
+                self.binding.bind_ortvalue_input(names.past(kind, layer), value)
+                self.binding.bind_ortvalue_output(names.present(kind, layer), value)
+
+
+class Slot:
+    """The two caches of one request. Slots are reused; a request begins with both lengths at zero."""
+
+    __slots__ = ("drafter", "target")
+
+    def __init__(self, target: KVCache, drafter: KVCache | None) -> None:
+        self.target, self.drafter = target, drafter
+
+    def clear(self) -> None:
+        self.target.length.trim(0)
+        if self.drafter is not None:
+            self.drafter.length.trim(0)

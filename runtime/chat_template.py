@@ -1,0 +1,156 @@
+"""Chat templates: code from a stranger, rendered by jinja2's immutable sandbox, bounded in time and size."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from dflash_ort.errors import BundleError, RequestError
+
+Message = Mapping[str, Any]
+
+MAX_CHARACTERS = 16_000_000
+"""Most characters a template may write: far above any context, far below what would hurt."""
+MAX_SECONDS = 10.0
+_MAX_REPEAT = 1_000_000
+
+
+class ChatTemplate:
+    """A compiled template. Raises BundleError when the source is not one."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
+        self._special, self._max_seconds = dict(special_tokens), max_seconds
+        try:
+            self._template = _Sandbox().from_string(source)
+        except jinja2.TemplateError as error:
+            raise BundleError(
+                f"the chat template cannot be read: {_one_line(error)}; mend chat_template.jinja and export again, or pass raw"
+            ) from error
+
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        """The prompt for these messages up to where the answer begins.
+
+        ``arguments`` are the template's own (``enable_thinking`` and the like) and win over the defaults. Raises RequestError
+        when the template refuses the messages, fails, or runs past its bounds.
+        """
+        values = {"add_generation_prompt": True, **self._special, **arguments, "messages": [dict(m) for m in messages]}
+        pieces, size = [], 0
+        try:
+            with _deadline(self._max_seconds):
+                for piece in self._template.generate(values):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > MAX_CHARACTERS:
+                        raise SecurityError(f"it wrote more than {MAX_CHARACTERS:,} characters")
+        except _OutOfTime:
+            raise RequestError(f"the chat template did not finish in {self._max_seconds:g} seconds; pass raw") from None
+        except Exception as error:  # a template can fail in any way that Python can
+            raise RequestError(f"the chat template refused the messages: {_one_line(error)}") from error
+        return "".join(pieces)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, and a bound on what makes much out of little: repetition, powers, padding."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        for name in ("center", "indent", "wordwrap", "format"):
+            self.filters[name] = _bounded(self.filters[name])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(times, int) and hasattr(sequence, "__len__") and len(sequence) * times > _MAX_REPEAT:
+                    raise SecurityError("it repeats a text too often")
+        if operator == "**" and (abs(left) > _MAX_REPEAT or abs(right) > 64):
+            raise SecurityError("it raises a number too high")
+        if operator == "%" and isinstance(left, str):
+            _check_padding(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  jinja2's own names
+        if isinstance(getattr(__obj, "__self__", None), str):
+            _check_numbers(args, kwargs)
+            _check_padding(__obj.__self__)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class _OutOfTime(BaseException):
+    """Raised in the rendering thread from outside; not an Exception, so that nothing inside swallows it."""
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Interrupt the code inside after ``seconds``: a loop without output never comes back to us otherwise."""
+    thread, lock, done = threading.get_ident(), threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not done:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_OutOfTime))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            done = True
+        timer.cancel()
+
+
+def _bounded(function: Any) -> Any:
+    """A filter that pads, refused when asked to pad by more than could be meant."""
+
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers(args, kwargs)
+        for argument in args:
+            if isinstance(argument, str):
+                _check_padding(argument)
+        return function(*args, **kwargs)
+
+    bounded.__dict__.update(getattr(function, "__dict__", {}))
+    return bounded
+
+
+def _check_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if any(isinstance(value, int) and value > _MAX_REPEAT for value in (*args, *kwargs.values())):
+        raise SecurityError("it pads a text too far")
+
+
+def _check_padding(pattern: str) -> None:
+    """Refuse a format with a field width of seven digits or more."""
+    run = 0
+    for character in pattern if ("%" in pattern or "{" in pattern) else "":
+        run = run + 1 if character.isdigit() else 0
+        if run >= 7:
+            raise SecurityError("it pads a text too far")
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """tojson as chat templates expect it: no HTML escapes."""
+    options.setdefault("ensure_ascii", False)
+    return json.dumps(value, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,326 @@
+"""The engine: a bundle loaded and ready to answer. This is what applications embed."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from dflash_ort.controller.fixed import make_controller
+from dflash_ort.controller.protocol import Controller
+from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
+from dflash_ort.models.manifest import Manifest
+from dflash_ort.params import SamplingParams
+from dflash_ort.records import Chunk, FinishReason, Request, Statistics
+from dflash_ort.runtime.answer import Answer
+from dflash_ort.runtime.bundle import OpenBundle, open_bundle
+from dflash_ort.runtime.cache import Slot
+from dflash_ort.runtime.decoding import Decoding
+from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter, NoDrafter
+from dflash_ort.runtime.exactness import make_exact
+from dflash_ort.runtime.sampler import Sampler
+from dflash_ort.runtime.session import default_threads
+from dflash_ort.runtime.statistics import StatisticsBuilder
+from dflash_ort.runtime.text import Prompt
+
+DrafterName = Literal["auto", "dflash", "ngram", "none"]
+DEFAULT_CONTROLLER = "fixed:max"
+PREFILL_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer. ``exact`` is False only when the engine was allowed to run where rows are not independent."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    exact: bool
+    statistics: Statistics
+
+
+class Stream(Iterator[Chunk]):
+    """Iterates over an answer's chunks. ``seed`` and, as far as it has got, ``statistics`` can be read at any time.
+
+    Leaving it early (`break`, an exception, `close`) frees what it holds; several streams may be in progress at once.
+    """
+
+    def __init__(self, chunks: Iterator[Chunk], decoding: Decoding, release: Callable[[], None]) -> None:
+        self._chunks, self._decoding, self._release = chunks, decoding, release
+        self._text: list[str] = []
+
+    def __next__(self) -> Chunk:
+        try:
+            chunk = next(self._chunks)
+        except BaseException:
+            self.close()
+            raise
+        self._text.append(chunk.text)
+        return chunk
+
+    def close(self) -> None:
+        """Stop here. The finish reason of an answer that had not ended becomes "cancelled"."""
+        if self._decoding.request.finish_reason is None:
+            self._decoding.request.finish_reason = "cancelled"
+        self._chunks = iter(())
+        self._release()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def seed(self) -> int:
+        return self._decoding.request.seed
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._text)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._decoding.request.output_ids)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._decoding.request.finish_reason
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._decoding.statistics.build()
+
+
+class Engine:
+    """Runs one bundle. Make it with `Engine.load`; use it as a context manager, or `close` it.
+
+    It may be shared between threads: streams take turns round by round, and share nothing but the weights.
+    """
+
+    def __init__(self, bundle: OpenBundle, *, max_context: int, exact: bool, threads: int, drafter: DrafterName, controller: str):
+        self._bundle: OpenBundle | None = bundle
+        self.manifest: Manifest = bundle.manifest
+        self.max_context, self.exact, self.threads = max_context, exact, threads
+        self._drafter_name, self._controller_name = drafter, controller
+        self._free: list[Slot] = []
+        self._turn = threading.Lock()
+        self._ids = itertools.count()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        threads: int | None = None,
+        drafter: DrafterName = "auto",
+        controller: str = DEFAULT_CONTROLLER,
+        max_context: int | None = None,
+        allow_inexact: bool = False,
+        session_options: Mapping[str, str] | None = None,
+        notice: Callable[[str], None] = lambda message: None,
+    ) -> Engine:
+        """Load a bundle.
+
+        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own. ``controller``: "off", "fixed:N" or
+        "fixed:max". ``max_context``: most tokens of prompt and answer, at most the bundle's. ``session_options``: ONNX Runtime
+        session options by name. ``notice`` is told of slow steps.
+
+        Raises BundleError for a directory that is not a usable bundle, InexactError when this machine does not compute rows
+        independently of each other (unless ``allow_inexact``; results then say ``exact=False``), ProviderError for options.
+        """
+        threads = default_threads() if threads is None else threads
+        make_controller(controller)
+        bundle = open_bundle(
+            Path(directory),
+            threads=threads,
+            session_options=session_options or {},
+            with_drafter=_check_drafter(drafter) in ("auto", "dflash"),
+        )
+        limit = bundle.manifest.target.max_context
+        if max_context is not None and not 2 <= max_context <= limit:
+            raise RequestError(f"max_context is {max_context}; this bundle was exported for 2 to {limit}")
+        context = max_context or limit
+        exact = True
+        try:
+            make_exact(
+                bundle.target,
+                identity=bundle.manifest.identity,
+                threads=threads,
+                prefill_chunk=PREFILL_CHUNK,
+                max_context=limit,
+                notice=notice,
+            )
+        except InexactError:
+            if not allow_inexact:
+                raise
+            exact = False
+        engine = cls(bundle, max_context=context, exact=exact, threads=threads, drafter=drafter, controller=controller)
+        engine.max_draft(drafter)
+        return engine
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        drafter: DrafterName | None = None,
+        controller: str | Controller | None = None,
+        prefill_pieces: Sequence[int] | None = None,
+    ) -> Stream:
+        """Answer piece by piece.
+
+        ``prompt``: text (one user message, unless ``raw`` or the bundle has no chat template), chat messages, or token ids.
+        ``template_arguments`` go to the chat template. ``drafter`` and ``controller`` override the engine's.
+        ``prefill_pieces`` cuts the prompt's prefill into these row counts instead of the default; the text is the same.
+
+        Raises RequestError for a prompt or parameters that cannot be used, before anything runs.
+        """
+        bundle = self._opened()
+        params = params or SamplingParams()
+        params.check_vocabulary(self.manifest.target.vocab_size)
+        ids = bundle.text.encode(prompt, raw=raw, template_arguments=template_arguments or {})
+        self._check_prompt(ids)
+        pieces = list(prefill_pieces) if prefill_pieces is not None else _pieces(len(ids))
+        if sum(pieces) != len(ids) or min(pieces) < 1:
+            raise RequestError(f"prefill_pieces is {pieces}; expected positive counts that add up to the prompt's {len(ids)}")
+        name = drafter or self._drafter_name
+        self.max_draft(name)
+        controller = self._controller_name if controller is None else controller
+        if isinstance(controller, str):
+            controller = make_controller(controller)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        request = Request(next(self._ids), ids, params, seed)
+        return self._start(bundle, request, name, controller, pieces)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Generation:
+        """Answer in one piece; arguments as for `stream`."""
+        with self.stream(prompt, params, **options) as stream:
+            for _ in stream:
+                pass
+            reason = stream.finish_reason
+            assert reason is not None
+            return Generation(stream.text, stream.token_ids, reason, stream.seed, self.exact, stream.statistics)
+
+    def max_draft(self, drafter: DrafterName | None = None) -> int:
+        """Most tokens that a drafter ("auto" by default) can propose. Raises BundleError if the bundle does not have it."""
+        kind = self._kind(drafter or self._drafter_name)
+        return {"dflash": self.manifest.drafter.max_draft, "ngram": NgramDrafter().max_draft, "none": 0}[kind]
+
+    def close(self) -> None:
+        """Free the graphs and caches. Streams in progress end with an error at their next chunk."""
+        self._bundle = None
+        self._free.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _opened(self) -> OpenBundle:
+        if self._bundle is None:
+            raise DFlashError("the engine is closed; load it again")
+        return self._bundle
+
+    def _kind(self, name: DrafterName) -> Literal["dflash", "ngram", "none"]:
+        kind = self.manifest.drafter.kind if _check_drafter(name) == "auto" else name
+        if kind == "dflash" and self._opened().dflash is None:
+            raise BundleError(
+                "the bundle has no DFlash drafter, or the engine was loaded without it; "
+                "export with --drafter, or choose ngram or none"
+            )
+        return kind  # type: ignore[return-value]
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        vocabulary = self.manifest.target.vocab_size
+        if any(not 0 <= token < vocabulary for token in ids):
+            raise RequestError(f"the prompt holds a token id outside 0 to {vocabulary - 1}; encode it with this bundle's tokenizer")
+        if len(ids) >= self.max_context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} with the answer; "
+                "shorten it, or export with a larger --max-context"
+            )
+
+    def _start(
+        self, bundle: OpenBundle, request: Request, name: DrafterName, controller: Controller, pieces: Sequence[int]
+    ) -> Stream:
+        spec, params = self.manifest.target, request.params
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
+        sampler = Sampler(params, request.seed, request.prompt_ids, vocab_size=spec.vocab_size, stop_ids=stops)
+        room = self.max_context - len(request.prompt_ids)
+        slot = self._take_slot(bundle)
+        decoding = Decoding(
+            request=request,
+            target=bundle.target,
+            cache=slot.target,
+            drafter=self._make_drafter(bundle, name, slot, sampler),
+            controller=controller,
+            sampler=sampler,
+            answer=Answer(
+                request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=min(params.max_new_tokens or room, room)
+            ),
+            statistics=StatisticsBuilder(request.id, len(request.prompt_ids)),
+        )
+        held = [slot]
+
+        def release() -> None:
+            # A slot goes back once, however often a stream is closed.
+            if held:
+                self._free.append(held.pop())
+
+        return Stream(self._in_turn(decoding.chunks(pieces)), decoding, release)
+
+    def _in_turn(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """One round at a time: the models' output buffers are shared."""
+        while True:
+            with self._turn:
+                self._opened()
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def _make_drafter(self, bundle: OpenBundle, name: DrafterName, slot: Slot, sampler: Sampler) -> Drafter:
+        kind = self._kind(name)
+        if kind == "dflash":
+            assert bundle.dflash is not None
+            assert slot.drafter is not None
+            graph_chooses = sampler.params.is_greedy and not sampler.params.changes_logits
+            return DFlashDrafter(bundle.dflash, slot.drafter, None if graph_chooses else sampler.choose_drafts)
+        return NgramDrafter() if kind == "ngram" else NoDrafter()
+
+    def _take_slot(self, bundle: OpenBundle) -> Slot:
+        if self._free:
+            slot = self._free.pop()
+            slot.clear()
+            return slot
+        # Behind the last token: room for the drafter's block, or for one row of padding.
+        capacity = self.max_context + self.manifest.drafter.block_size + 1
+        drafter = bundle.dflash.new_cache(capacity) if bundle.dflash is not None else None
+        return Slot(bundle.target.new_cache(capacity), drafter)
+
+
+def _check_drafter(name: str) -> str:
+    if name not in get_args(DrafterName):
+        raise RequestError(f"unknown drafter '{name}'; expected {', '.join(get_args(DrafterName))}")
+    return name
+
+
+def _pieces(length: int) -> list[int]:
+    """Row counts of the prefill passes."""
+    whole, rest = divmod(length, PREFILL_CHUNK)
+    return [PREFILL_CHUNK] * whole + ([rest] if rest else [])

@@ -1,0 +1,140 @@
+"""Proves, on this machine, that a row's bits do not depend on the rows that share its pass (promise 1).
+
+The whole model runs over random rows, alone, in pairs and among many, behind contexts of several lengths; every row must come
+out as it did in one long pass. The verdict is kept in the user's cache, keyed by everything the bits depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from dflash_ort.errors import InexactError
+from dflash_ort.models.paths import cache_dir
+from dflash_ort.runtime import machine
+from dflash_ort.runtime.session import PROVIDER, runtime_version
+from dflash_ort.runtime.target import TargetModel
+
+ROW_COUNTS = (1, 2, 3, 8, 17)
+_CONTEXTS = (0, 3, 61, 530)
+_SEED = 20260101
+PROBE_VERSION = 1
+
+
+def probe(target: TargetModel, *, prefill_chunk: int, max_context: int) -> bool:
+    """True when all rows come out the same. Takes a few dozen passes."""
+    rng = np.random.default_rng(_SEED)
+    span = max(ROW_COUNTS)
+    for context in _CONTEXTS:
+        if context + span > max_context:
+            break
+        tokens = rng.integers(0, target.spec.vocab_size, context + span)
+        if not _same_everywhere(target, tokens, context, prefill_chunk, rng):
+            return False
+    return True
+
+
+def _same_everywhere(
+    target: TargetModel, tokens: np.ndarray, context: int, prefill_chunk: int, rng: np.random.Generator
+) -> bool:
+    """Rows ``context`` and on: from one pass, and again in passes of every row count, with other rows behind them."""
+    cache = target.new_cache(len(tokens) + max(ROW_COUNTS) + 2)
+    span = len(tokens) - context
+    whole = target.run(cache, tokens, span)
+    logits, hidden = whole.logits.copy(), whole.hidden[context:].copy()
+    cache.length.trim(0)
+    for start in range(0, context, prefill_chunk):
+        target.run(cache, tokens[start : min(start + prefill_chunk, context)], 0)
+    for count in ROW_COUNTS:
+        cache.length.trim(context)
+        for start in range(0, span, count):
+            rows = tokens[context + start : context + start + count]
+            kept = len(rows)
+            neighbours = rng.integers(0, target.spec.vocab_size, count - 1)
+            fed = rows if start else np.concatenate([rows[:1], neighbours])
+            kept = kept if start else 1
+            result = target.run(cache, fed, len(fed))
+            same_logits = np.array_equal(result.logits[:kept], logits[start : start + kept])
+            if not (same_logits and np.array_equal(result.hidden[:kept], hidden[start : start + kept])):
+                return False
+            if not np.isfinite(result.logits[:kept]).all():
+                return False
+            if not start:
+                cache.length.trim(context)
+                target.run(cache, rows, 0)
+    return True
+
+
+def make_exact(
+    target: TargetModel, *, identity: str, threads: int, prefill_chunk: int, max_context: int, notice: Callable[[str], None]
+) -> None:
+    """Set the target's row floor to the least that is exact here. Raises InexactError when none is.
+
+    ``identity`` is the bundle's. A verdict already in the user's cache is believed.
+    """
+    key = _key(identity, threads, prefill_chunk, target)
+    floor = _remembered(key)
+    if floor is None:
+        notice("checking that this machine computes rows exactly (once per bundle and machine)")
+        floor = _least_exact_floor(target, prefill_chunk, max_context)
+        _remember(key, floor)
+    if floor == 0:
+        raise InexactError(
+            "on this machine a row's bits depend on its neighbours, so speculation could change the text; "
+            "use another precision, or allow it with --allow-inexact"
+        )
+    target.row_floor = floor
+
+
+def _least_exact_floor(target: TargetModel, prefill_chunk: int, max_context: int) -> int:
+    """1, 2, or 0 when neither is exact."""
+    for floor in (1, 2):
+        target.row_floor = floor
+        if probe(target, prefill_chunk=prefill_chunk, max_context=max_context):
+            return floor
+    return 0
+
+
+def _key(identity: str, threads: int, prefill_chunk: int, target: TargetModel) -> str:
+    parts = {
+        "probe": PROBE_VERSION,
+        "bundle": identity,
+        "cpu": machine.cpu_model(),
+        "features": machine.cpu_features(),
+        "onnxruntime": runtime_version(),
+        "provider": PROVIDER,
+        "threads": threads,
+        "prefill_chunk": prefill_chunk,
+        "attention_floor": target.attention_floor,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _path(key: str) -> Path:
+    return cache_dir() / "exactness" / f"{key}.json"
+
+
+def _remembered(key: str) -> int | None:
+    try:
+        floor = json.loads(_path(key).read_text("utf-8"))["row_floor"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return floor if floor in (0, 1, 2) else None
+
+
+def _remember(key: str, floor: int) -> None:
+    """Keep the verdict; a cache that cannot be written costs a probe next time, no more."""
+    path = _path(key)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"row_floor": floor}, file)
+        os.replace(name, path)
