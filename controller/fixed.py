@@ -12,7 +12,7 @@ NAMES = "off, fixed:N (N drafts a round) or fixed:max (whole proposals)"
 
 
 class FixedLength:
-    """Verify up to ``length`` drafts every round; None verifies all that is proposed, 0 never drafts (plain decoding)."""
+    """Verify up to ``length`` drafts every round; None verifies whole proposals, 0 never drafts (plain decoding)."""
 
     def __init__(self, length: int | None) -> None:
         self.length = length

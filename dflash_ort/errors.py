@@ -30,7 +30,9 @@ class ProviderError(DFlashError):
 
 
 class InexactError(ProviderError):
-    """Rows of this bundle are not independent of their neighbours on this machine, so speculation could change the text."""
+    """Rows of this bundle are not independent of their neighbours on this machine, so speculation could change the
+    text.
+    """
 
 
 class RequestError(DFlashError, ValueError):

@@ -11,6 +11,12 @@ from dflash_ort.errors import RequestError
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
 
+MAX_TEMPERATURE = 1e6
+"""Far above any use; above 1e38 its inverse would vanish in float32, and with it the ban on excluded tokens."""
+
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""Beyond these float32 logits could overflow, and 0 times infinity is not a number."""
+
 MAX_SEED = 2**64 - 1
 
 
@@ -18,8 +24,8 @@ MAX_SEED = 2**64 - 1
 class SamplingParams:
     """How one request is sampled. Wrong values raise RequestError here, not in the middle of an answer.
 
-    The order of application is: penalties, ``logit_bias``, ``min_tokens``, ``temperature``, ``min_p``, ``top_k``, ``top_p``.
-    The same seed gives the same text whatever the drafter or the verify lengths.
+    The order of application is: penalties, ``logit_bias``, ``min_tokens``, ``temperature``, ``min_p``, ``top_k``,
+    ``top_p``. The same seed gives the same text whatever the drafter or the verify lengths.
     """
 
     max_new_tokens: int | None = None
@@ -56,10 +62,10 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0)
         _whole("min_tokens", self.min_tokens, 0)
         _whole("seed", self.seed, 0, MAX_SEED, optional=True)
-        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
@@ -68,6 +74,10 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         """Check the collections and keep copies that the caller cannot change."""
+        _kind("stop", self.stop, (str, Sequence), "a string or a list of strings")
+        _kind("stop_token_ids", self.stop_token_ids, (Sequence,), "a list of token ids")
+        _kind("logit_bias", self.logit_bias, (Mapping,), "a mapping from token id to number")
+        _kind("ignore_eos", self.ignore_eos, (bool,), "True or False")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if any(not isinstance(s, str) or not s for s in stops):
             raise RequestError("stop holds an empty or non-text entry; expected non-empty strings")
@@ -89,7 +99,10 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """True when penalties or bias change logits on every row (``min_tokens`` changes them at first)."""
         return bool(
-            self.logit_bias or self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+            self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -98,6 +111,11 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise RequestError(f"{name} names token {token}; this model's ids are 0 to {vocab_size - 1}")
+
+
+def _kind(name: str, value: object, kinds: tuple[type, ...], expected: str) -> None:
+    if not isinstance(value, kinds):
+        raise RequestError(f"{name} is {value!r}; expected {expected}")
 
 
 def _whole(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
@@ -110,7 +128,8 @@ def _whole(name: str, value: object, low: int, high: int | None = None, *, optio
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """Check a finite number in [low, high], or (low, high] where ``above``."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Comparing, unlike math.isfinite, takes whole numbers that no float can hold.
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not ok or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         lower = f"more than {low:g}" if above else f"{low:g} or more"
         upper = "" if math.isinf(high) else f" and at most {high:g}"

@@ -50,7 +50,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """How many drafts of each request to verify, and what is expected of it (None where a controller does not predict)."""
+    """How many drafts of each request to verify, and what is expected of it (None where a controller does not
+    predict).
+    """
 
     lengths: dict[int, int]
     predicted_committed: float | None = None
@@ -132,9 +134,10 @@ class Chunk:
 class Statistics:
     """What a request did and cost; counts are of what the caller got.
 
-    ``committed`` includes prefill's token. ``rounds`` counts every round after prefill, ``verify_rounds`` those with a draft
-    verified. ``acceptance_length`` is tokens committed per verify round, ``tokens_per_round`` per round; both None before there
-    is one. ``ttft_s`` includes prefill; ``tpot_s`` is the mean time of a token after the first.
+    ``committed`` includes prefill's token. ``rounds`` counts every round after prefill, ``verify_rounds`` those
+    with a draft verified. ``acceptance_length`` is tokens committed per verify round, ``tokens_per_round`` per
+    round; both None before there is one. ``ttft_s`` includes prefill; ``tpot_s`` is the mean time of a token after
+    the first.
     """
 
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""A thin layer over onnx-ir's tape: one method per kind of node the two graphs use, so that a graph reads like the model.
+"""A thin layer over onnx-ir's tape: one method per kind of node the two graphs use, so a graph reads like the model.
 
 Values are activations ``[1, rows, features]`` unless a docstring says otherwise.
 """
@@ -45,7 +45,11 @@ class GraphBuilder:
         self._outputs.append(value)
 
     def op(
-        self, op_type: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: int | float | str | Sequence[int]
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        domain: str = "",
+        **attributes: int | float | str | Sequence[int],
     ) -> ir.Value:
         """Add a node with one output."""
         return self._tape.op(op_type, inputs, attributes, domain=domain)
@@ -62,8 +66,10 @@ class GraphBuilder:
         return self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=num_outputs, domain=domain)
 
     def weight(self, name: str, load: Callable[[], Array], shape: Sequence[int], dtype: ir.DataType) -> ir.Value:
-        """An initializer whose array is made only when the file is written, so that a model larger than memory can be exported."""
-        tensor = ir.LazyTensor(lambda: ir.tensor(np.ascontiguousarray(load()), name=name), dtype, ir.Shape(shape), name=name)
+        """An initializer whose array is made only when the file is written: the model need not fit in memory."""
+        tensor = ir.LazyTensor(
+            lambda: ir.tensor(np.ascontiguousarray(load()), name=name), dtype, ir.Shape(shape), name=name
+        )
         return self._tape.initializer(tensor, name=name)
 
     def stored(self, name: str, file_name: str, shape: Sequence[int]) -> ir.Value:
@@ -89,7 +95,9 @@ class GraphBuilder:
         shifted = self.op("Add", [mean, self.constant(f"epsilon.{epsilon}", np.array(epsilon, np.float32))])
         return self.op("Mul", [self.op("Div", [x, self.op("Sqrt", [shifted])]), weight])
 
-    def add_rms_norm(self, x: ir.Value, residual: ir.Value, weight: ir.Value, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    def add_rms_norm(
+        self, x: ir.Value, residual: ir.Value, weight: ir.Value, epsilon: float
+    ) -> tuple[ir.Value, ir.Value]:
         """The norm of ``x + residual``, and that sum (the new residual stream)."""
         outputs = self.op_multi(
             "SkipSimplifiedLayerNormalization", [x, residual, weight], 4, domain=CONTRIB, epsilon=epsilon
@@ -97,8 +105,11 @@ class GraphBuilder:
         return outputs[0], outputs[3]
 
     def swiglu(self, gate_up: ir.Value, width: int) -> ir.Value:
-        """``silu(gate) * up`` of a fused ``[gate, up]``. QuickGelu at alpha 1 is silu in one node, split at fixed places
-        whatever the number of threads, which row independence needs."""
+        """``silu(gate) * up`` of a fused ``[gate, up]``.
+
+        QuickGelu at alpha 1 is silu in one node, split at fixed places whatever the number of threads, which row
+        independence needs.
+        """
         gate, up = self.split(gate_up, [width, width])
         return self.op("Mul", [self.op("QuickGelu", [gate], domain=CONTRIB, alpha=1.0), up])
 
@@ -147,5 +158,7 @@ class GraphBuilder:
             and tensor.nbytes > EXTERNAL_THRESHOLD_BYTES
         ]
         tensors = [value.const_value for value in large if value.const_value is not None]
-        for value, stored in zip(large, ir.external_data.convert_tensors_to_external(tensors, directory, external_data), strict=True):
+        for value, stored in zip(
+            large, ir.external_data.convert_tensors_to_external(tensors, directory, external_data), strict=True
+        ):
             value.const_value = stored

@@ -1,4 +1,4 @@
-"""A checkpoint as the graph writers see it: a config in the model's own words and a way to read one tensor at a time."""
+"""A checkpoint as the graph writers see it: a config in the model's words and a way to read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,34 @@ from dflash_ort.errors import CheckpointError
 Array = np.ndarray
 TensorLoader = Callable[[str], Array]
 
+_SCALING_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The ways of scaling a rotary embedding that can be exported, and the numbers that each needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: base frequency and, where the checkpoint scales it, how (the `rope_scaling` of transformers)."""
+    """Rotary embedding: base frequency and, where the checkpoint scales it, how (transformers' `rope_scaling`)."""
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SCALING_NUMBERS:
+            raise CheckpointError(
+                f"rope scaling '{self.kind}' is not supported; expected {', '.join(_SCALING_NUMBERS)}"
+            )
+        for name in _SCALING_NUMBERS[self.kind]:
+            value = self.scaling.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise CheckpointError(f"rope scaling '{self.kind}' has {name} {value!r}; expected a positive number")
+
+    @property
+    def kind(self) -> str:
+        return str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
 
     def tables(self, length: int, head_dim: int) -> tuple[Array, Array]:
         """cos and sin, float32 ``[length, head_dim / 2]``, half-split (not interleaved) layout."""
@@ -28,14 +49,9 @@ class Rope:
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     def _scaled(self, inverse: Array) -> Array:
-        kind = self.scaling.get("rope_type", self.scaling.get("type", "default"))
-        if kind == "default":
-            return inverse
-        if kind == "linear":
+        if self.kind == "linear":
             return inverse / float(self.scaling["factor"])
-        if kind == "llama3":
-            return self._llama3(inverse)
-        raise CheckpointError(f"rope scaling '{kind}' is not supported; expected default, linear or llama3")
+        return self._llama3(inverse) if self.kind == "llama3" else inverse
 
     def _llama3(self, inverse: Array) -> Array:
         """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a linear blend between."""
@@ -69,7 +85,15 @@ class DecoderConfig:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        ):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"the checkpoint's {name} is {getattr(self, name)}; expected a positive number")
         if self.num_heads % self.num_kv_heads:
@@ -93,7 +117,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class TargetCheckpoint:
-    """A causal language model. ``tensor(name)`` returns float32 under transformers' Llama names (``model.layers.0...``)."""
+    """A causal model. ``tensor(name)`` returns float32 under transformers' Llama names, ``model.layers.0...``."""
 
     config: DecoderConfig
     tensor: TensorLoader
@@ -109,7 +133,8 @@ class TargetCheckpoint:
 class DrafterCheckpoint:
     """A DFlash drafter in z-lab's format. ``tensor(name)`` returns float32; embeddings and LM head are the target's.
 
-    ``draft_vocabulary`` holds the target id of each draft logit (int64 ``[draft_vocab]``), or None for the whole vocabulary.
+    ``draft_vocabulary`` holds the target id of each draft logit (int64 ``[draft_vocab]``), or None for the whole
+    vocabulary.
     """
 
     config: DecoderConfig
@@ -135,15 +160,16 @@ class DrafterCheckpoint:
             )
         if self.num_target_layers is not None and self.num_target_layers != target.num_layers:
             raise CheckpointError(
-                f"the drafter was trained for a target of {self.num_target_layers} layers, this one has {target.num_layers}; "
-                "use a drafter trained for this target"
+                f"the drafter was trained for a target of {self.num_target_layers} layers, "
+                f"this one has {target.num_layers}; use a drafter trained for this target"
             )
         if any(not 0 <= layer < target.num_layers for layer in self.target_layer_ids):
             raise CheckpointError(
-                f"the drafter taps layers {list(self.target_layer_ids)}, the target has layers 0 to {target.num_layers - 1}; "
-                "use a drafter trained for this target"
+                f"the drafter taps layers {list(self.target_layer_ids)}, "
+                f"the target has layers 0 to {target.num_layers - 1}; use a drafter trained for this target"
             )
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise CheckpointError(
-                f"the drafter's mask_token_id is {self.mask_token_id}, outside the target's {target.vocab_size} tokens"
+                f"the drafter's mask_token_id is {self.mask_token_id}, outside the target's "
+                f"{target.vocab_size} tokens; use a drafter trained for this target"
             )

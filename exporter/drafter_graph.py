@@ -1,8 +1,8 @@
-"""The DFlash drafter's graph: newly committed rows' hidden states and a block of mask tokens in, one draft per mask out.
+"""The DFlash drafter's graph: committed rows' hidden states and a block of mask tokens in, one draft per mask out.
 
 As in z-lab's reference: ``fc`` and ``hidden_norm`` turn the target's tapped states into context features; every layer
-projects them with its own k and v (KV injection) and the block's rows attend to the context and to each other, both ways.
-Slot ``i`` of the block, a mask token, predicts the token *at* slot ``i``; slot 0 holds the last committed token.
+projects them with its own k and v (KV injection) and the block's rows attend to the context and to each other, both
+ways. Slot ``i`` of the block, a mask token, predicts the token *at* slot ``i``; slot 0 holds the last committed token.
 
 Context rows and block rows share one ``GroupQueryAttention`` call (context first), which appends both to the cache; the
 runtime takes the block's rows back by length. The context rows' queries are computed and thrown away: they are few.
@@ -84,7 +84,12 @@ def _head_norm(g: GraphBuilder, layers: LayerBuilder, x: ir.Value, name: str, he
 
 
 def _head(
-    g: GraphBuilder, drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, masks: ir.Value, vocab_size: int
+    g: GraphBuilder,
+    drafter: DrafterCheckpoint,
+    target: TargetCheckpoint,
+    recipe: Recipe,
+    masks: ir.Value,
+    vocab_size: int,
 ) -> None:
     """The target's LM head on the draft vocabulary's rows, the best id of each mask and its log-probability."""
     ids = draft_vocabulary(drafter, vocab_size)

@@ -1,4 +1,4 @@
-"""Checkpoints to a bundle: writes graphs, weights, tokenizer, template and manifest into a temporary directory, then renames it.
+"""Checkpoints to a bundle: graphs, weights, tokenizer, template and manifest, written aside and then put in place.
 
 Exporter and runtime never meet: what must be *run* to finish a bundle (its self-check) is handed in by the caller.
 """
@@ -40,15 +40,15 @@ from dflash_ort.models.manifest import (
     file_entry,
 )
 from dflash_ort.models.spec import DrafterSpec, ModelSpec
+from dflash_ort.progress import Progress, silent
 
-Progress = Callable[[str], None]
 Check = Callable[[Path, "Path | None"], "tuple[Quality, SelfCheck]"]
 """Runs a written bundle, given its directory and that of its fp32 twin (None when it is fp32 itself)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """How a bundle is to be made. ``draft_precision`` None means the target's; ``max_context`` None the checkpoint's own."""
+    """How a bundle is to be made. None is the target's ``draft_precision``, the checkpoint's own ``max_context``."""
 
     precision: Precision = "fp32"
     draft_precision: Precision | None = None
@@ -84,14 +84,14 @@ def export_bundle(
     *,
     force: bool = False,
     check: Check | None = None,
-    progress: Progress = lambda message: None,
+    progress: Progress = silent,
 ) -> Manifest:
     """Write a bundle directory; it appears whole or not at all.
 
     ``check`` runs the bundle before it is put in place. Raises CheckpointError when target and drafter do not fit,
     BundleError when ``output`` exists (without ``force``) or cannot be written.
     """
-    _check_output(output, force)
+    check_output(output, force)
     if isinstance(drafter, DrafterCheckpoint):
         drafter.check_fits(target.config)
     spec, drafter_spec = _specs(target, drafter, options)
@@ -112,7 +112,9 @@ def _specs(
     config = target.config
     max_context = options.max_context if options.max_context is not None else config.max_positions
     if not 2 <= max_context <= config.max_positions:
-        raise CheckpointError(f"max_context is {max_context}; this checkpoint's positions allow 2 to {config.max_positions}")
+        raise CheckpointError(
+            f"max_context is {max_context}; this checkpoint's positions allow 2 to {config.max_positions}"
+        )
     vocab_size = min(config.vocab_size, _tokenizer_size(target.tokenizer_json))
     taps: tuple[int, ...] = ()
     drafter_spec = DrafterSpec(kind="none")
@@ -148,11 +150,14 @@ def _specs(
 
 
 def _tokenizer_size(tokenizer_json: str) -> int:
-    """Token ids that the tokenizer knows: rows of the LM head beyond them are padding and must never be sampled."""
+    """One more than the last id the tokenizer knows; rows of the LM head beyond it are padding, never to be sampled.
+
+    Not the number of tokens: a vocabulary may have gaps (a GGUF's unused rows).
+    """
     from tokenizers import Tokenizer
 
     try:
-        return int(Tokenizer.from_str(tokenizer_json).get_vocab_size(with_added_tokens=True))
+        return max(Tokenizer.from_str(tokenizer_json).get_vocab(with_added_tokens=True).values()) + 1
     except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"the checkpoint's tokenizer.json cannot be read ({error}); fetch it again") from error
 
@@ -174,7 +179,9 @@ def _write(
         draft_precision = options.draft_precision or options.precision
         progress("writing the drafter's graph")
         positions = spec.max_context + drafter_spec.block_size + 1
-        graph = build_drafter_graph(drafter, target, recipe(draft_precision), positions=positions, vocab_size=spec.vocab_size)
+        graph = build_drafter_graph(
+            drafter, target, recipe(draft_precision), positions=positions, vocab_size=spec.vocab_size
+        )
         graph.save(bundle / DRAFTER_GRAPH, f"{DRAFTER_GRAPH}.data")
         onnx.checker.check_model(bundle / DRAFTER_GRAPH)
         np.save(bundle / names.DRAFT_VOCABULARY_FILE, draft_vocabulary(drafter, spec.vocab_size))
@@ -200,7 +207,13 @@ def _write(
 
 
 def _write_target(
-    directory: Path, target: TargetCheckpoint, spec: ModelSpec, precision: Precision, block: int, padded: bool, progress: Progress
+    directory: Path,
+    target: TargetCheckpoint,
+    spec: ModelSpec,
+    precision: Precision,
+    block: int,
+    padded: bool,
+    progress: Progress,
 ) -> None:
     progress(f"writing the target's graph ({precision})")
     write_embedding(target, directory)
@@ -231,7 +244,8 @@ def _twin(
     return twin
 
 
-def _check_output(output: Path, force: bool) -> None:
+def check_output(output: Path, force: bool) -> None:
+    """Raise BundleError unless a bundle may be written to ``output``."""
     if not output.exists():
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST).is_file()):
@@ -247,7 +261,9 @@ def _building(output: Path) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     except OSError as error:
-        raise BundleError(f"cannot write beside '{output}': {error.strerror or error}; choose another --output") from error
+        raise BundleError(
+            f"cannot write beside '{output}': {error.strerror or error}; choose another --output"
+        ) from error
     try:
         yield work
     except OSError as error:
@@ -263,6 +279,12 @@ def _put_in_place(bundle: Path, output: Path, work: Path) -> None:
     for path in bundle.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+    replaced = work / "replaced"
     if output.exists():
-        os.rename(output, work / "replaced")
-    os.rename(bundle, output)
+        os.rename(output, replaced)
+    try:
+        os.rename(bundle, output)
+    except BaseException:
+        if replaced.exists():
+            os.rename(replaced, output)
+        raise

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that target and drafter share: norms, fused projections, rotary tables, the gated MLP."""
+"""The parts of a decoder layer that target and drafter share: norms, fused projections, rotary tables, gated MLP."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class LayerBuilder:
 class CachedAttention:
     """``GroupQueryAttention`` over fixed-capacity key and value buffers that the runtime binds in place.
 
-    Past and present are the same memory, so a pass appends rows and a shorter length later takes them back without a copy.
+    Past and present are the same memory, so a pass appends rows and a shorter length later takes them back without a
+    copy.
     """
 
     def __init__(self, g: GraphBuilder, config: DecoderConfig, positions: int, *, causal: bool) -> None:
@@ -89,10 +90,12 @@ class CachedAttention:
         self._last_key = g.input(names.LAST_KEY, ir.DataType.INT32, [1])
         self._total = g.input(names.TOTAL_LENGTH, ir.DataType.INT32, [1])
 
-    def attend(self, layer: int, query: ir.Value, key: ir.Value | None = None, value: ir.Value | None = None) -> ir.Value:
+    def attend(
+        self, layer: int, query: ir.Value, key: ir.Value | None = None, value: ir.Value | None = None
+    ) -> ir.Value:
         """Attention of one layer; ``query`` alone means fused query, key and value rows."""
         c, g = self.config, self.g
-        shape = [1, c.num_kv_heads, "capacity", c.head_dim]
+        shape: list[int | str] = [1, c.num_kv_heads, "capacity", c.head_dim]
         past = [g.input(names.past(kind, layer), ir.DataType.FLOAT, shape) for kind in ("key", "value")]
         attributes = {} if self.causal else {"causal": 0}
         out, present_key, present_value = g.op_multi(

@@ -1,8 +1,8 @@
 """How one linear layer is computed: a small object per role, so that a recipe is a table from role to format.
 
-Every format must be *row independent*: the bits of a row may not depend on which rows share the pass (design, promise 1).
-``onnxruntime.quantization.quantize_dynamic`` makes ``DynamicQuantizeMatMul``-shaped graphs with one activation scale for all
-rows, which breaks that and the model's text too; nothing here does.
+Every format must be *row independent*: the bits of a row may not depend on which rows share the pass (design, promise
+1). ``onnxruntime.quantization.quantize_dynamic`` makes ``DynamicQuantizeMatMul``-shaped graphs with one activation
+scale for all rows, which breaks that and the model's text too; nothing here does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A linear layer to be written. ``load`` returns ``[out_features, in_features]`` float32, the checkpoint's layout."""
+    """A linear layer to be written. ``load`` returns float32 ``[out_features, in_features]``, as in checkpoints."""
 
     name: str
     in_features: int
@@ -65,14 +65,16 @@ class Float32:
 class Int8PerRow:
     """8-bit weights with one scale per output channel; 8-bit activations with one scale per *row*, made in the graph.
 
-    Two traps (measured): signed activations in ``MatMulIntegerToFloat`` take a slow path, so activations are unsigned with
-    zero point 128; and an elementwise Div/Round/Cast chain costs more than ``QuantizeLinear`` along the row axis.
+    Two traps (measured): signed activations in ``MatMulIntegerToFloat`` take a slow path, so activations are unsigned
+    with zero point 128; and an elementwise Div/Round/Cast chain costs more than ``QuantizeLinear`` along the row axis.
     """
 
     def apply(self, g: GraphBuilder, x: ir.Value, weights: LinearWeights, rows: ir.Value) -> ir.Value:
         quantised, row_scale = _quantise_rows(g, x, rows)
         w, scale = quantise_channels(weights.load())
-        q = g.weight(f"{weights.name}.weight_int8", lambda: w.T, (weights.in_features, weights.out_features), ir.DataType.INT8)
+        q = g.weight(
+            f"{weights.name}.weight_int8", lambda: w.T, (weights.in_features, weights.out_features), ir.DataType.INT8
+        )
         s = g.weight(f"{weights.name}.weight_scale", lambda: scale, scale.shape, ir.DataType.FLOAT)
         one = g.constant("one", np.array(1, np.float32))
         zero_point = g.constant("activation_zero_point", np.array(128, np.uint8))
@@ -92,7 +94,7 @@ def recipe(precision: Precision) -> Recipe:
 
 
 def quantise_channels(weight: Array) -> tuple[Array, Array]:
-    """Round ``[out, in]`` float32 to int8 with a symmetric scale per output channel; returns (int8 ``[out, in]``, float32 ``[out]``)."""
+    """float32 ``[out, in]`` as int8 ``[out, in]`` and float32 ``[out]``, one symmetric scale per output channel."""
     scale = np.maximum(np.abs(weight).max(axis=1) / _INT8_MAX, _TINY).astype(np.float32)
     return np.clip(np.rint(weight / scale[:, None]), -_INT8_MAX, _INT8_MAX).astype(np.int8), scale
 

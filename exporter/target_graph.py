@@ -1,8 +1,9 @@
 """The target's graph: token rows in; logits of the asked rows, their argmax and the tapped residual streams out.
 
-Attention runs over ``query_rows``, a gather of this pass's rows that repeats one where a request would otherwise have a single
-query row: ``GroupQueryAttention`` answers one row with other bits than several (the two-row floor of the design). The repeated
-row's key and value land behind the last real one and are overwritten by the next pass. ``packed_rows`` takes the real rows back.
+Attention runs over ``query_rows``, a gather of this pass's rows that repeats one where a request would otherwise have
+a single query row: ``GroupQueryAttention`` answers one row with other bits than several (the two-row floor of the
+design). The repeated row's key and value land behind the last real one and are overwritten by the next pass.
+``packed_rows`` takes the real rows back.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ from dflash_ort.models import graph_names as names
 
 
 def build_target_graph(
-    checkpoint: TargetCheckpoint, recipe: Recipe, *, positions: int, vocab_size: int, taps: tuple[int, ...], pad_attention: bool = True
+    checkpoint: TargetCheckpoint,
+    recipe: Recipe,
+    *,
+    positions: int,
+    vocab_size: int,
+    taps: tuple[int, ...],
+    pad_attention: bool = True,
 ) -> GraphBuilder:
     """The target as a graph.
 
-    ``positions``: length of the rotary tables. ``vocab_size``: rows of the LM head, at most the checkpoint's; rows beyond the
-    tokenizer are padding that must never be sampled, so they are left out. ``taps``: layers whose residual stream is put out.
-    ``pad_attention=False`` leaves the two gathers out: faster for one row and not exact; benchmarks and tests use it.
+    ``positions``: length of the rotary tables. ``vocab_size``: rows of the LM head, at most the checkpoint's; rows
+    beyond the tokenizer are padding that must never be sampled, so they are left out. ``taps``: layers whose residual
+    stream is put out. ``pad_attention=False`` leaves the two gathers out: faster for one row and not exact; benchmarks
+    and tests use it.
     """
     config = checkpoint.config
     g = GraphBuilder("target")
@@ -66,9 +74,7 @@ def build_target_graph(
     return g
 
 
-def _head(
-    g: GraphBuilder, checkpoint: TargetCheckpoint, layers: LayerBuilder, rows: ir.Value, vocab_size: int
-) -> None:
+def _head(g: GraphBuilder, checkpoint: TargetCheckpoint, layers: LayerBuilder, rows: ir.Value, vocab_size: int) -> None:
     """Final norm, LM head and argmax over the asked rows."""
     config = checkpoint.config
     normed = g.rms_norm(rows, layers.norm_weight("norm"), config.norm_epsilon)
@@ -86,7 +92,9 @@ def embedding(g: GraphBuilder, config: DecoderConfig) -> ir.Value:
 
 def write_embedding(checkpoint: TargetCheckpoint, directory: Path) -> None:
     """Write the table that `embedding` refers to."""
-    np.ascontiguousarray(checkpoint.tensor("model.embed_tokens.weight"), dtype="<f4").tofile(directory / names.EMBEDDING_FILE)
+    np.ascontiguousarray(checkpoint.tensor("model.embed_tokens.weight"), dtype="<f4").tofile(
+        directory / names.EMBEDDING_FILE
+    )
 
 
 def head_rows(checkpoint: TargetCheckpoint, ids: Array) -> Callable[[], Array]:

@@ -1,8 +1,8 @@
 """Names of the graphs' inputs and outputs: what exporter and runtime agree on, kept in one table.
 
-Shapes: ``rows`` token rows of this pass; ``attention_rows`` rows seen by attention (``rows``, padded to the two-row floor);
-``logits`` rows that go through the LM head; ``injected`` newly committed rows for the drafter; ``block`` the drafter's block.
-The leading 1 is the batch axis. Key and value buffers are ``[1, kv_heads, capacity, head_dim]``.
+Shapes: ``rows`` token rows of this pass; ``attention_rows`` rows seen by attention (``rows``, padded to the two-row
+floor); ``logits`` rows that go through the LM head; ``injected`` newly committed rows for the drafter; ``block`` the
+drafter's block. The leading 1 is the batch axis. Key and value buffers are ``[1, kv_heads, capacity, head_dim]``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """bundle.json: what a bundle directory declares, read strictly.
 
-Every unknown key, missing file, wrong size or hash and newer format is an error of its own: a bundle that is not exactly what
-was exported could decode other text without anyone noticing.
+Every unknown key, missing file, wrong size or hash and newer format is an error of its own: a bundle that is not
+exactly what was exported could decode other text without anyone noticing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class FileEntry:
 class Quality:
     """What quantising changed against fp32, on text that was not used for calibration.
 
-    ``mean_kl`` is KL(fp32 || this), in nats, per next-token row; ``top1_agreement`` the share of rows with the same argmax.
+    ``mean_kl`` is KL(fp32 || this), in nats, per next-token row; ``top1_agreement`` the share of rows with the same
+    argmax.
     """
 
     mean_kl: float
@@ -116,7 +117,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise BundleError(f"'{path}' has format_version {version!r}; expected {FORMAT_VERSION}")
     if version > FORMAT_VERSION:
         raise BundleError(
-            f"'{directory}' is a bundle of format {version}, this program reads up to {FORMAT_VERSION}; upgrade dflash-ort"
+            f"'{directory}' is a bundle of format {version}, this program reads up to {FORMAT_VERSION}; "
+            "upgrade dflash-ort"
         )
     return _decode(Manifest, raw, str(path))
 
@@ -133,7 +135,9 @@ def check_files(directory: Path, manifest: Manifest, *, hashes: bool = False) ->
         if size != entry.size:
             raise BundleError(f"'{path}' has {size:,} bytes, {MANIFEST} says {entry.size:,}; export the bundle again")
         if hashes and file_entry(path).sha256 != entry.sha256:
-            raise BundleError(f"'{path}' is not the file that was exported (its SHA-256 differs); export the bundle again")
+            raise BundleError(
+                f"'{path}' is not the file that was exported (its SHA-256 differs); export the bundle again"
+            )
 
 
 def file_entry(path: Path) -> FileEntry:

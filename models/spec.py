@@ -33,10 +33,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter's shape. ``kind`` "dflash" has a graph; "ngram" looks continuations up in the context; "none" drafts nothing.
+    """A drafter's shape. ``kind``: "dflash" has a graph, "ngram" looks continuations up, "none" drafts nothing.
 
-    ``block_size`` counts the anchor in slot 0, so a block proposes ``block_size - 1`` tokens.
-    ``draft_vocab_size`` is smaller than the target's where the drafter has a reduced vocabulary (the graph maps ids back).
+    ``block_size`` counts the anchor in slot 0, so a block proposes ``block_size - 1`` tokens. ``draft_vocab_size`` is
+    smaller than the target's where the drafter has a reduced vocabulary (the graph maps ids back).
     """
 
     kind: DrafterKind

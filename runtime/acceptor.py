@@ -12,9 +12,9 @@ from dflash_ort.runtime.sampler import Sampler
 def accept(drafts: Sequence[int], logits: np.ndarray, greedy: np.ndarray, sampler: Sampler) -> list[int]:
     """The tokens a round commits, before any cut: accepted drafts, then the target's choice after them.
 
-    Row ``i`` of ``logits`` (float32 ``[len(drafts) + 1, vocab]``) and ``greedy`` (int64 ``[len(drafts) + 1]``) follows draft
-    ``i - 1``; row 0 follows the last committed token. Rows are sampled in order and no further than the first mismatch. The
-    sampler's history ends behind the returned tokens.
+    Row ``i`` of ``logits`` (float32 ``[len(drafts) + 1, vocab]``) and ``greedy`` (int64 ``[len(drafts) + 1]``)
+    follows draft ``i - 1``; row 0 follows the last committed token. Rows are sampled in order and no further than
+    the first mismatch. The sampler's history ends behind the returned tokens.
     """
     chosen: list[int] = []
     for row in range(len(drafts) + 1):

@@ -12,7 +12,9 @@ from dflash_ort.runtime.text import Detokenizer
 class Answer:
     """Takes a round's tokens one by one and cuts at the first end, so nothing after it is kept, shown or counted."""
 
-    def __init__(self, request: Request, detokenizer: Detokenizer, *, stop_ids: Collection[int], max_tokens: int) -> None:
+    def __init__(
+        self, request: Request, detokenizer: Detokenizer, *, stop_ids: Collection[int], max_tokens: int
+    ) -> None:
         self._request, self._detokenizer = request, detokenizer
         self._stop_ids, self._max_tokens = frozenset(stop_ids), max_tokens
         self._stops = StopStrings(request.params.stop)

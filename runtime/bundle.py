@@ -17,7 +17,8 @@ from dflash_ort.runtime.target import TargetModel
 from dflash_ort.runtime.text import Text
 
 DEFAULT_OPTIONS: Mapping[str, str] = {"session.force_spinning_stop": "1"}
-"""Each graph has a thread pool that spins while it waits, and while one graph runs the other's pool would take its cores:
+"""Each graph has a thread pool that spins while it waits, and while one graph runs the other's pool would take its
+cores:
 stopping the spin at the end of a run halved a round's time on two cores (docs/log.md)."""
 
 
@@ -32,7 +33,12 @@ class OpenBundle:
 
 
 def open_bundle(
-    directory: Path, *, threads: int, session_options: Mapping[str, str], with_drafter: bool, verify_hashes: bool = False
+    directory: Path,
+    *,
+    threads: int,
+    session_options: Mapping[str, str],
+    with_drafter: bool,
+    verify_hashes: bool = False,
 ) -> OpenBundle:
     """Read and check a bundle and load its graphs. Raises BundleError or ProviderError."""
     manifest = read_manifest(directory)
@@ -62,3 +68,20 @@ def _draft_vocabulary(directory: Path, manifest: Manifest) -> np.ndarray:
     if not ok or vocabulary.min() < 0 or vocabulary.max() >= limit:
         raise BundleError(f"'{path}' does not hold {size} token ids below {limit}; export the bundle again")
     return vocabulary
+
+
+def graph_signatures(directory: Path, manifest: Manifest) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
+    """Inputs and outputs of a bundle's graphs: graph, then "inputs" or "outputs", then name, then type and shape."""
+    graphs = [TARGET_GRAPH, *([DRAFTER_GRAPH] if manifest.drafter.kind == "dflash" else [])]
+    signatures = {}
+    for graph in graphs:
+        session = open_session(directory / graph, threads=1, options={})
+        sides = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
+        signatures[graph] = {
+            side: {
+                value.name: {"type": value.type.removeprefix("tensor(").removesuffix(")"), "shape": value.shape}
+                for value in values
+            }
+            for side, values in sides.items()
+        }
+    return signatures

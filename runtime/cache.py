@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import onnxruntime as ort
 
 from dflash_ort.models import graph_names as names
+from dflash_ort.runtime.graph_io import Binding
 
 
 class CacheLength:
@@ -36,25 +36,33 @@ class CacheLength:
         self.value = length
 
 
-class KVCache:
-    """The buffers of one request for one graph, bound once to an IOBinding as past and present alike.
+class CacheShape(Protocol):
+    """What a cache needs to know of a model: `ModelSpec` and `DrafterSpec` both say it."""
 
-    Buffers are float32 ``[1, kv_heads, capacity, head_dim]``, two a layer. Their memory is reserved, and used only as far as
-    rows are written.
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCache:
+    """The buffers of one request for one graph, bound once as past and present alike.
+
+    Buffers are float32 ``[1, kv_heads, capacity, head_dim]``, two a layer. Their memory is reserved, and used only
+    as far as rows are written.
     """
 
-    def __init__(self, session: Any, *, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int) -> None:
+    def __init__(self, session: Any, shape: CacheShape, capacity: int) -> None:
         self.length = CacheLength(capacity)
-        self.binding = session.io_binding()
-        self._buffers: list[np.ndarray] = []
-        shape = (1, num_kv_heads, capacity, head_dim)
-        for layer in range(num_layers):
+        self.binding = Binding(session)
+        size = (1, shape.num_kv_heads, capacity, shape.head_dim)
+        for layer in range(shape.num_layers):
             for kind in ("key", "value"):
-                buffer = np.zeros(shape, np.float32)
-                value = ort.OrtValue.ortvalue_from_numpy(buffer)
-                self._buffers.append(buffer)
-                self.binding.bind_ortvalue_input(names.past(kind, layer), value)
-                self.binding.bind_ortvalue_output(names.present(kind, layer), value)
+                buffer = np.zeros(size, np.float32)
+                self.binding.input(names.past(kind, layer), buffer)
+                self.binding.output(names.present(kind, layer), buffer)
 
 
 class Slot:

@@ -11,8 +11,9 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflash_ort.errors import BundleError, RequestError
 
@@ -33,14 +34,15 @@ class ChatTemplate:
             self._template = _Sandbox().from_string(source)
         except jinja2.TemplateError as error:
             raise BundleError(
-                f"the chat template cannot be read: {_one_line(error)}; mend chat_template.jinja and export again, or pass raw"
+                f"the chat template cannot be read: {_one_line(error)}; "
+                "mend chat_template.jinja and export again, or pass raw"
             ) from error
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
         """The prompt for these messages up to where the answer begins.
 
-        ``arguments`` are the template's own (``enable_thinking`` and the like) and win over the defaults. Raises RequestError
-        when the template refuses the messages, fails, or runs past its bounds.
+        ``arguments`` are the template's own (``enable_thinking`` and the like) and win over the defaults. Raises
+        RequestError when the template refuses the messages, fails, or runs past its bounds.
         """
         values = {"add_generation_prompt": True, **self._special, **arguments, "messages": [dict(m) for m in messages]}
         pieces, size = [], 0

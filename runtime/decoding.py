@@ -1,4 +1,6 @@
-"""The round loop of one request: prefill, then draft, plan, verify, accept, commit, roll back, until an end is reached."""
+"""The round loop of one request: prefill, then draft, plan, verify, accept, commit, roll back, until an end is
+reached.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ class Decoding:
             yield self.round()
 
     def _draft(self) -> Draft:
-        """Ask for no more drafts than could be committed before the answer must end: its last token is never a draft."""
+        """Ask for no more drafts than could be committed before the end: an answer's last token is never a draft."""
         limit = min(self.controller.draft_limit(self.request.id, self.drafter.max_draft), self.answer.remaining - 1)
         if limit < 1:
             return Draft(self.request.id, self.request.last_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from dflash_ort.models import graph_names as names
 from dflash_ort.models.spec import DrafterSpec
 from dflash_ort.records import Draft, Request
 from dflash_ort.runtime.cache import KVCache
-from dflash_ort.runtime.graph_io import Scratch, bind_input, bind_output
+from dflash_ort.runtime.graph_io import Array, Scratch
 
 INJECTION_CHUNK = 256
 """Most rows injected in one drafter pass."""
@@ -30,7 +31,7 @@ class Drafter(Protocol):
         """Rows committed and not yet injected."""
         ...
 
-    def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+    def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         """Learn of rows that the target has passed and that stay: their tokens, and their tapped states."""
         ...
 
@@ -45,7 +46,7 @@ class NoDrafter:
     max_draft = 0
     pending_rows = 0
 
-    def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+    def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         pass
 
     def draft(self, request: Request, limit: int) -> Draft:
@@ -55,8 +56,8 @@ class NoDrafter:
 class NgramDrafter:
     """Prompt lookup (Saxena 2023): what followed the latest earlier occurrence of the longest matching suffix.
 
-    A table from n-gram to the end of its latest occurrence grows with the text, so a proposal costs ``max_match`` look-ups
-    whatever the length of the context.
+    A table from n-gram to the end of its latest occurrence grows with the text, so a proposal costs ``max_match``
+    look-ups whatever the length of the context.
     """
 
     pending_rows = 0
@@ -66,7 +67,7 @@ class NgramDrafter:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
-    def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+    def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         pass  # tokens are read from the request, which also has the anchor
 
     def draft(self, request: Request, limit: int) -> Draft:
@@ -95,78 +96,85 @@ class PendingRows:
     """Tapped states of committed rows that are not injected yet, oldest first; float32 ``[rows, width]`` pieces."""
 
     def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []
+        self._pieces: deque[Array] = deque()
         self.count = 0
 
-    def add(self, hidden: np.ndarray) -> None:
+    def add(self, hidden: Array) -> None:
         """Keep a copy: the target's next pass overwrites the array."""
         if len(hidden):
             self._pieces.append(hidden.copy())
             self.count += len(hidden)
 
-    def take(self, limit: int) -> np.ndarray:
-        """Remove and return the oldest rows, at most ``limit``; at least one must be pending."""
-        taken = []
+    def take(self, limit: int) -> list[Array]:
+        """Remove and return the oldest rows, at most ``limit``, in pieces."""
+        taken: list[Array] = []
         while self._pieces and limit > 0:
-            piece = self._pieces.pop(0)
+            piece = self._pieces.popleft()
             if len(piece) > limit:
-                self._pieces.insert(0, piece[limit:])
+                self._pieces.appendleft(piece[limit:])
                 piece = piece[:limit]
             taken.append(piece)
             limit -= len(piece)
-        rows = taken[0] if len(taken) == 1 else np.concatenate(taken)
-        self.count -= len(rows)
-        return np.ascontiguousarray(rows)
+            self.count -= len(piece)
+        return taken
 
 
 class DFlashModel:
     """Runs the drafter's graph. One per engine; requests bring their caches."""
 
-    def __init__(self, session: Any, spec: DrafterSpec, *, vocabulary: np.ndarray, hidden_width: int) -> None:
-        self._session, self.spec, self.vocabulary, self.hidden_width = session, spec, vocabulary, hidden_width
+    def __init__(self, session: Any, spec: DrafterSpec, *, vocabulary: Array, hidden_width: int) -> None:
+        self._session, self.spec, self.vocabulary = session, spec, vocabulary
         self._ids, self._logprobs, self._logits = Scratch(np.int64), Scratch(np.float32), Scratch(np.float32)
+        self._injected, self._hidden_width = Scratch(np.float32), hidden_width
+        self._block = np.full((1, spec.block_size), spec.mask_token_id, np.int64)
+        self._no_block = self._block[:, :0].copy()
+        self._last_key, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
 
     def new_cache(self, capacity: int) -> KVCache:
-        spec = self.spec
-        return KVCache(
-            self._session, num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, capacity=capacity
-        )
+        return KVCache(self._session, self.spec, capacity)
 
-    def run(self, cache: KVCache, injected: np.ndarray, anchor: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def run(self, cache: KVCache, injected: Sequence[Array], anchor: int | None) -> tuple[Array, Array, Array]:
         """Inject rows, and draft a block after ``anchor`` (no block when None).
 
-        ``injected`` float32 ``[rows, hidden_width]``. Returns draft ids int64 ``[drafts]``, their log-probabilities float32
-        ``[drafts]`` and logits float32 ``[drafts, draft vocabulary]``; the next run overwrites them. The block's rows are taken
-        back from the cache, the injected ones stay.
+        ``injected`` is pieces of float32 ``[rows, taps * hidden]``. Returns draft ids int64 ``[drafts]``, their
+        log-probabilities float32 ``[drafts]`` and logits float32 ``[drafts, draft vocabulary]``; the next run
+        overwrites them. The block's rows are taken back from the cache, the injected ones stay.
         """
-        block = np.full((1, 0 if anchor is None else self.spec.block_size), self.spec.mask_token_id, np.int64)
+        block = self._no_block if anchor is None else self._block
         if anchor is not None:
             block[0, 0] = anchor
-        rows = len(injected) + block.shape[1]
-        cache.length.check_room(rows)
-        total = cache.length.value + rows
-        inputs = {
-            names.INJECTED: injected[None],
-            names.BLOCK_IDS: block,
-            names.LAST_KEY: np.array([total - 1], np.int32),
-            names.TOTAL_LENGTH: np.array([total], np.int32),
-        }
-        drafts = max(block.shape[1] - 1, 0)
+        rows = self._gather(injected)
+        self._total[0] = total = cache.length.value + rows.shape[1] + block.shape[1]
+        self._last_key[0] = total - 1
+        cache.length.check_room(rows.shape[1] + block.shape[1])
+        binding, drafts = cache.binding, max(block.shape[1] - 1, 0)
         ids, logprobs = self._ids.take(1, drafts), self._logprobs.take(1, drafts)
         logits = self._logits.take(1, drafts, len(self.vocabulary))
-        for name, array in inputs.items():
-            bind_input(cache.binding, name, array)
-        for name, array in ((names.DRAFT_IDS, ids), (names.DRAFT_LOGPROBS, logprobs), (names.DRAFT_LOGITS, logits)):
-            bind_output(cache.binding, name, array)
-        self._session.run_with_iobinding(cache.binding)
-        cache.length.append(len(injected))
+        binding.input(names.INJECTED, rows)
+        binding.input(names.BLOCK_IDS, block)
+        binding.input(names.LAST_KEY, self._last_key)
+        binding.input(names.TOTAL_LENGTH, self._total)
+        binding.output(names.DRAFT_IDS, ids)
+        binding.output(names.DRAFT_LOGPROBS, logprobs)
+        binding.output(names.DRAFT_LOGITS, logits)
+        binding.run()
+        cache.length.append(rows.shape[1])
         return ids[0], logprobs[0], logits[0]
+
+    def _gather(self, pieces: Sequence[Array]) -> Array:
+        """The pieces as one array ``[1, rows, taps * hidden]``, in memory that stays bound."""
+        rows = self._injected.take(1, sum(map(len, pieces)), self._hidden_width)
+        start = 0
+        for piece in pieces:
+            rows[0, start : start + len(piece)] = piece
+            start += len(piece)
+        return rows
 
 
 class DraftChooser(Protocol):
     """Draws a block's tokens from its logits ``[drafts, draft vocabulary]`` and the draft vocabulary's target ids."""
 
-    def __call__(self, logits: np.ndarray, vocabulary: np.ndarray) -> tuple[list[int], list[float]]: ...
+    def __call__(self, logits: Array, vocabulary: Array) -> tuple[list[int], list[float]]: ...
 
 
 class DFlashDrafter:
@@ -184,7 +192,7 @@ class DFlashDrafter:
     def pending_rows(self) -> int:
         return self._pending.count
 
-    def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+    def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         self._pending.add(hidden)
         while self._pending.count > MAX_PENDING:
             self._inject()
@@ -194,8 +202,7 @@ class DFlashDrafter:
             return Draft(request.id, request.last_token)
         while self._pending.count > INJECTION_CHUNK:
             self._inject()
-        rows = self._pending.take(INJECTION_CHUNK) if self._pending.count else self._no_rows()
-        ids, log_probs, logits = self._model.run(self._cache, rows, request.last_token)
+        ids, log_probs, logits = self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), request.last_token)
         if self._choose is None:
             drafted, evidence = ids[:limit].tolist(), log_probs[:limit].tolist()
         else:
@@ -204,6 +211,3 @@ class DFlashDrafter:
 
     def _inject(self) -> None:
         self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), None)
-
-    def _no_rows(self) -> np.ndarray:
-        return np.empty((0, self._model.hidden_width), np.float32)

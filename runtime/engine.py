@@ -16,6 +16,7 @@ from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.params import SamplingParams
+from dflash_ort.progress import Progress, silent
 from dflash_ort.records import Chunk, FinishReason, Request, Statistics
 from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
@@ -77,7 +78,9 @@ class Stream(Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -109,7 +112,9 @@ class Engine:
     It may be shared between threads: streams take turns round by round, and share nothing but the weights.
     """
 
-    def __init__(self, bundle: OpenBundle, *, max_context: int, exact: bool, threads: int, drafter: DrafterName, controller: str):
+    def __init__(
+        self, bundle: OpenBundle, *, max_context: int, exact: bool, threads: int, drafter: DrafterName, controller: str
+    ):
         self._bundle: OpenBundle | None = bundle
         self.manifest: Manifest = bundle.manifest
         self.max_context, self.exact, self.threads = max_context, exact, threads
@@ -129,16 +134,17 @@ class Engine:
         max_context: int | None = None,
         allow_inexact: bool = False,
         session_options: Mapping[str, str] | None = None,
-        notice: Callable[[str], None] = lambda message: None,
+        progress: Progress = silent,
     ) -> Engine:
         """Load a bundle.
 
-        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own. ``controller``: "off", "fixed:N" or
-        "fixed:max". ``max_context``: most tokens of prompt and answer, at most the bundle's. ``session_options``: ONNX Runtime
-        session options by name. ``notice`` is told of slow steps.
+        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own. ``controller``: "off",
+        "fixed:N" or "fixed:max". ``max_context``: most tokens of prompt and answer, at most the bundle's.
+        ``session_options``: ONNX Runtime session options by name. ``progress`` is told of slow steps.
 
-        Raises BundleError for a directory that is not a usable bundle, InexactError when this machine does not compute rows
-        independently of each other (unless ``allow_inexact``; results then say ``exact=False``), ProviderError for options.
+        Raises BundleError for a directory that is not a usable bundle, InexactError when this machine does not
+        compute rows independently of each other (unless ``allow_inexact``; results then say ``exact=False``),
+        ProviderError for options.
         """
         threads = default_threads() if threads is None else threads
         make_controller(controller)
@@ -160,7 +166,7 @@ class Engine:
                 threads=threads,
                 prefill_chunk=PREFILL_CHUNK,
                 max_context=limit,
-                notice=notice,
+                progress=progress,
             )
         except InexactError:
             if not allow_inexact:
@@ -183,9 +189,10 @@ class Engine:
     ) -> Stream:
         """Answer piece by piece.
 
-        ``prompt``: text (one user message, unless ``raw`` or the bundle has no chat template), chat messages, or token ids.
-        ``template_arguments`` go to the chat template. ``drafter`` and ``controller`` override the engine's.
-        ``prefill_pieces`` cuts the prompt's prefill into these row counts instead of the default; the text is the same.
+        ``prompt``: text (one user message, unless ``raw`` or the bundle has no chat template), chat messages, or
+        token ids. ``template_arguments`` go to the chat template. ``drafter`` and ``controller`` override the
+        engine's. ``prefill_pieces`` cuts the prompt's prefill into these row counts instead of the default; the
+        text is the same.
 
         Raises RequestError for a prompt or parameters that cannot be used, before anything runs.
         """
@@ -196,7 +203,9 @@ class Engine:
         self._check_prompt(ids)
         pieces = list(prefill_pieces) if prefill_pieces is not None else _pieces(len(ids))
         if sum(pieces) != len(ids) or min(pieces) < 1:
-            raise RequestError(f"prefill_pieces is {pieces}; expected positive counts that add up to the prompt's {len(ids)}")
+            raise RequestError(
+                f"prefill_pieces is {pieces}; expected positive counts that add up to the prompt's {len(ids)}"
+            )
         name = drafter or self._drafter_name
         self.max_draft(name)
         controller = self._controller_name if controller is None else controller
@@ -216,9 +225,16 @@ class Engine:
             return Generation(stream.text, stream.token_ids, reason, stream.seed, self.exact, stream.statistics)
 
     def max_draft(self, drafter: DrafterName | None = None) -> int:
-        """Most tokens that a drafter ("auto" by default) can propose. Raises BundleError if the bundle does not have it."""
+        """Most tokens that a drafter ("auto" by default) can propose. Raises BundleError if the bundle does not have
+        it.
+        """
         kind = self._kind(drafter or self._drafter_name)
         return {"dflash": self.manifest.drafter.max_draft, "ngram": NgramDrafter().max_draft, "none": 0}[kind]
+
+    @property
+    def row_floor(self) -> int:
+        """Rows that every target pass has at least, padding included, to be exact on this machine."""
+        return self._opened().target.row_floor
 
     def close(self) -> None:
         """Free the graphs and caches. Streams in progress end with an error at their next chunk."""
@@ -228,7 +244,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _opened(self) -> OpenBundle:
@@ -248,7 +266,9 @@ class Engine:
     def _check_prompt(self, ids: Sequence[int]) -> None:
         vocabulary = self.manifest.target.vocab_size
         if any(not 0 <= token < vocabulary for token in ids):
-            raise RequestError(f"the prompt holds a token id outside 0 to {vocabulary - 1}; encode it with this bundle's tokenizer")
+            raise RequestError(
+                f"the prompt holds a token id outside 0 to {vocabulary - 1}; encode it with this bundle's tokenizer"
+            )
         if len(ids) >= self.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} with the answer; "

@@ -1,7 +1,8 @@
 """Proves, on this machine, that a row's bits do not depend on the rows that share its pass (promise 1).
 
-The whole model runs over random rows, alone, in pairs and among many, behind contexts of several lengths; every row must come
-out as it did in one long pass. The verdict is kept in the user's cache, keyed by everything the bits depend on.
+The whole model runs over random rows, alone, in pairs and among many, behind contexts of several lengths; every row
+must come out as it did in one long pass. The verdict is kept in the user's cache, keyed by everything the bits
+depend on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash_ort.errors import InexactError
 from dflash_ort.models.paths import cache_dir
+from dflash_ort.progress import Progress
 from dflash_ort.runtime import machine
 from dflash_ort.runtime.session import PROVIDER, runtime_version
 from dflash_ort.runtime.target import TargetModel
@@ -73,7 +74,7 @@ def _same_everywhere(
 
 
 def make_exact(
-    target: TargetModel, *, identity: str, threads: int, prefill_chunk: int, max_context: int, notice: Callable[[str], None]
+    target: TargetModel, *, identity: str, threads: int, prefill_chunk: int, max_context: int, progress: Progress
 ) -> None:
     """Set the target's row floor to the least that is exact here. Raises InexactError when none is.
 
@@ -82,8 +83,8 @@ def make_exact(
     key = _key(identity, threads, prefill_chunk, target)
     floor = _remembered(key)
     if floor is None:
-        notice("checking that this machine computes rows exactly (once per bundle and machine)")
-        floor = _least_exact_floor(target, prefill_chunk, max_context)
+        progress("checking that this machine computes rows exactly (once per bundle and machine)")
+        floor = least_exact_floor(target, prefill_chunk=prefill_chunk, max_context=max_context)
         _remember(key, floor)
     if floor == 0:
         raise InexactError(
@@ -93,8 +94,11 @@ def make_exact(
     target.row_floor = floor
 
 
-def _least_exact_floor(target: TargetModel, prefill_chunk: int, max_context: int) -> int:
-    """1, 2, or 0 when neither is exact."""
+def least_exact_floor(target: TargetModel, *, prefill_chunk: int, max_context: int) -> int:
+    """The least number of rows that every pass must have to be exact here: 1, 2, or 0 when neither will do.
+
+    Leaves the target with the last floor tried.
+    """
     for floor in (1, 2):
         target.row_floor = floor
         if probe(target, prefill_chunk=prefill_chunk, max_context=max_context):

@@ -1,14 +1,14 @@
 """Gumbel noise as a pure function of (seed, position, token id), cheap for one token and for the whole vocabulary.
 
-The target's choice at a position is ``argmax(score + g)`` with ``g`` Gumbel noise, which samples from ``softmax(score)``
-(the Gumbel-max trick). As the noise depends on nothing else, drafter and target share it, and a choice is the same whatever was
-drafted (Gumbel coupling, Daliri et al. 2024).
+The target's choice at a position is ``argmax(score + g)`` with ``g`` Gumbel noise, which samples from
+``softmax(score)`` (the Gumbel-max trick). As the noise depends on nothing else, drafter and target share it, and a
+choice is the same whatever was drafted (Gumbel coupling, Daliri et al. 2024).
 
-With ``E = exp(-g)``, exponential of rate 1, ids are put into groups of 32 and each group's noise is made top down: the least of
-n exponentials is exponential of rate n, its place is uniform, and the others exceed it by exponentials of rate 1
-(memorylessness). So ``E = least(group) + (0 at the chosen place, else an exponential of its own)``: exactly independent
-exponentials, where the loudest noise of a group is known without making the group. That gives `winner` an exact bound with which
-it looks at a few groups only.
+With ``E = exp(-g)``, exponential of rate 1, ids are put into groups of 32 and each group's noise is made top down:
+the least of n exponentials is exponential of rate n, its place is uniform, and the others exceed it by exponentials
+of rate 1 (memorylessness). So ``E = least(group) + (0 at the chosen place, else an exponential of its own)``:
+exactly independent exponentials, where the loudest noise of a group is known without making the group. That gives
+`winner` an exact bound with which it looks at a few groups only.
 
 Bits come from SplitMix64 (Steele et al. 2014) used as a counter-based generator, noise is float64 throughout.
 """
@@ -21,6 +21,7 @@ GROUPS = 2048
 """Groups in a span of ids; neighbours in a group are this far apart, so that a group's maximum is a column maximum."""
 MEMBERS = 32
 SPAN = GROUPS * MEMBERS
+_MEMBER_OFFSETS = np.arange(0, SPAN, GROUPS)
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -58,52 +59,66 @@ def _exponential(bits: np.ndarray) -> np.ndarray:
 
 
 class PositionNoise:
-    """The noise of one position: `at` for some ids, `winner` for the best of many scores. Groups are made once, when first used."""
+    """The noise of one position: `at` for some ids, `winner` for the best of a whole vocabulary's scores."""
 
     def __init__(self, seed: int, position: int, vocab_size: int) -> None:
         base = _mix((_mix(seed) + position * _GOLDEN) & _MASK)
-        self._member_key = _mix(base ^ _MEMBER_STREAM)
+        self._group_key, self._member_key = _mix(base ^ _GROUP_STREAM), _mix(base ^ _MEMBER_STREAM)
         self._vocab_size = vocab_size
-        spans = -(-vocab_size // SPAN)
-        bits = _bits(_mix(base ^ _GROUP_STREAM), np.arange(spans * GROUPS, dtype=np.uint64))
-        self._least = _exponential(bits) / MEMBERS
-        self._place = (bits & np.uint64(MEMBERS - 1)).astype(np.int64)
-        self._bound: np.ndarray = -np.log(self._least)
+        self._loudest: np.ndarray | None = None
 
     def at(self, ids: np.ndarray) -> np.ndarray:
         """Noise of these token ids, float64, in the same order."""
         ids = np.ascontiguousarray(ids, np.int64)
-        group = (ids // SPAN) * GROUPS + ids % GROUPS
+        group_bits = _bits(self._group_key, (ids // SPAN * GROUPS + ids % GROUPS).astype(np.uint64))
         own = _exponential(_bits(self._member_key, ids.astype(np.uint64)))
-        own[(ids // GROUPS) % MEMBERS == self._place[group]] = 0.0
-        noise: np.ndarray = -np.log(self._least[group] + own)
+        own[_place(group_bits) == ids // GROUPS % MEMBERS] = 0.0
+        own += _exponential(group_bits) / MEMBERS
+        noise: np.ndarray = -np.log(own)
         return noise
 
     def winner(self, logits: np.ndarray, temperature: float) -> int:
         """``argmax(logits / temperature + noise)`` over the whole vocabulary, ties to the lowest id.
 
-        ``logits`` float32 ``[vocab]``. Looks only at groups whose best logit and loudest noise together could win.
+        ``logits`` float32 ``[vocab]``. Makes noise only for ids whose logit and whose group's loudest noise
+        together could win.
         """
-        bound = _group_max(logits, len(self._bound)) / temperature + self._bound
-        best = self._best_of(np.array([int(np.argmax(bound))]), logits, temperature)[1]
+        loudest = self._loudest_of_groups()
+        bound = _group_max(logits, len(loudest)) / temperature + loudest
+        best = self._best_in_group(int(np.argmax(bound)), logits, temperature)
         groups = np.flatnonzero(bound >= best - _SLACK)
-        return self._best_of(groups, logits, temperature)[0]
+        ids = (groups // GROUPS * SPAN + groups % GROUPS)[:, None] + _MEMBER_OFFSETS
+        inside = ids < self._vocab_size
+        scores = logits[np.where(inside, ids, 0)].astype(np.float64) / temperature
+        possible = inside & (scores + loudest[groups, None] >= best - _SLACK)
+        return self._pick(ids[possible], scores[possible])[0]
 
     def winner_among(self, ids: np.ndarray, scores: np.ndarray) -> int:
         """The id with the largest ``score + noise``, ties to the lowest id; ``scores`` float64, one per id."""
         return self._pick(ids, scores)[0]
 
-    def _best_of(self, groups: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[int, float]:
-        span, column = groups // GROUPS, groups % GROUPS
-        first = span * SPAN + column
-        ids = (first[:, None] + np.arange(0, SPAN, GROUPS)[None, :]).ravel()
+    def _loudest_of_groups(self) -> np.ndarray:
+        """The largest noise in each group, float64; made once, when a whole vocabulary is first asked for."""
+        if self._loudest is None:
+            groups = np.arange(-(-self._vocab_size // SPAN) * GROUPS, dtype=np.uint64)
+            self._loudest = -np.log(_exponential(_bits(self._group_key, groups)) / MEMBERS)
+        return self._loudest
+
+    def _best_in_group(self, group: int, logits: np.ndarray, temperature: float) -> float:
+        """The best score, noise added, of one group: a bound that the winner must reach."""
+        ids = group // GROUPS * SPAN + group % GROUPS + _MEMBER_OFFSETS
         ids = ids[ids < self._vocab_size]
-        return self._pick(ids, logits[ids].astype(np.float64) / temperature)
+        return self._pick(ids, logits[ids].astype(np.float64) / temperature)[1]
 
     def _pick(self, ids: np.ndarray, scores: np.ndarray) -> tuple[int, float]:
         perturbed = scores + self.at(ids)
         best = perturbed.max()
         return int(ids[perturbed == best].min()), float(best)
+
+
+def _place(group_bits: np.ndarray) -> np.ndarray:
+    """Which member of its group has the loudest noise: bits that the exponential does not use."""
+    return (group_bits & np.uint64(MEMBERS - 1)).astype(np.int64)
 
 
 def _group_max(logits: np.ndarray, num_groups: int) -> np.ndarray:

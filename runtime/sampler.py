@@ -1,7 +1,8 @@
 """Chooses tokens, so that a choice depends on context, parameters and seed alone: not on what was drafted or verified.
 
-Order: penalties, bias, min-tokens, / T, min-p, top-k, top-p, + noise, argmax; ties to the lowest id. Greedy is the same without
-noise. The drafter's tokens are chosen by the same code from the drafter's logits with the same noise, which keeps acceptance high.
+Order: penalties, bias, min-tokens, / T, min-p, top-k, top-p, + noise, argmax; ties to the lowest id. Greedy is the
+same without noise. The drafter's tokens are chosen by the same code from the drafter's logits with the same noise,
+which keeps acceptance high.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dflash_ort.runtime.truncation import truncate
 
 
 class History:
-    """What penalties see: the prompt's tokens, and how often each token is in the answer so far. Tokens can be taken back."""
+    """What penalties see: the prompt's tokens, and how often each token is in the answer so far. Tokens can be taken
+    back.
+    """
 
     def __init__(self, prompt_ids: Iterable[int], vocab_size: int) -> None:
         self._prompt = np.zeros(vocab_size, bool)
@@ -62,7 +65,7 @@ class Sampler:
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), np.float32)
         self._noise: dict[int, PositionNoise] = {}
-        self._row, self._scaled = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float32)
+        self._row, self._scaled, self._workspace = (np.empty(vocab_size, np.float32) for _ in range(3))
         self.history = History(prompt_ids, vocab_size)
 
     @property
@@ -80,8 +83,8 @@ class Sampler:
         if params.min_p == 0.0 and params.top_p == 1.0 and not 0 < params.top_k < self._vocab_size:
             return noise.winner(logits, params.temperature)
         scaled = np.subtract(logits, logits.max(), out=self._scaled)
-        scaled /= np.float32(params.temperature)
-        ids = truncate(scaled, min_p=params.min_p, top_k=params.top_k, top_p=params.top_p)
+        scaled *= np.float32(1.0 / params.temperature)
+        ids = truncate(scaled, min_p=params.min_p, top_k=params.top_k, top_p=params.top_p, workspace=self._workspace)
         if ids is None:
             return noise.winner(logits, params.temperature)
         return noise.winner_among(ids, scaled[ids].astype(np.float64))
@@ -134,8 +137,8 @@ class Sampler:
     def choose_drafts(self, logits: np.ndarray, vocabulary: np.ndarray) -> tuple[list[int], list[float]]:
         """Draw a block's tokens with the noise their positions will be verified with.
 
-        ``logits`` float32 ``[drafts, draft vocabulary]``, ``vocabulary`` their target ids. Returns tokens and each one's
-        log-probability at the request's temperature. The history is left as it was.
+        ``logits`` float32 ``[drafts, draft vocabulary]``, ``vocabulary`` their target ids. Returns tokens and each
+        one's log-probability at the request's temperature. The history is left as it was.
         """
         committed = len(self.history)
         full = np.full(self._vocab_size, -np.inf, np.float32)

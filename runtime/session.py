@@ -29,7 +29,7 @@ SESSION_OPTIONS = frozenset(
 )
 
 _REFUSED = {
-    "session.disable_prepacking": "it makes a row's bits depend on its neighbours, so speculation would not be lossless",
+    "session.disable_prepacking": "it makes a row's bits depend on its neighbours: speculation would not be lossless",
 }
 
 
@@ -56,7 +56,9 @@ def check_session_options(options: Mapping[str, str]) -> None:
 
 
 def open_session(path: Path, *, threads: int, options: Mapping[str, str]) -> Any:
-    """An InferenceSession on the CPU provider. Raises ProviderError or BundleError with ONNX Runtime's reason in one line."""
+    """An InferenceSession on the CPU provider. Raises ProviderError or BundleError with ONNX Runtime's reason in one
+    line.
+    """
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ProviderError(f"threads is {threads!r}; expected a whole number, 1 or more")
     check_session_options(options)

@@ -1,4 +1,6 @@
-"""Ends of an answer: the first of end-of-sequence, a stop token, a stop string or the length limit, wherever it falls in a run."""
+"""Ends of an answer: the first of end-of-sequence, a stop token, a stop string or the length limit, wherever it falls
+in a run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class StopStrings:
 
 
 def _earliest(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string that is *complete* first begins: the one a reader of the growing text would see end first."""
+    """Where the stop string that is *complete* first begins: the one that a reader would see end first."""
     best: tuple[int, int] | None = None
     for stop in stops:
         start = text.find(stop)

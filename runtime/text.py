@@ -72,10 +72,10 @@ class Text:
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self.tokenizer)
 
-    def encode(
-        self, prompt: Prompt, *, raw: bool, template_arguments: Mapping[str, Any]
-    ) -> list[int]:
-        """Token ids of a prompt: text (one user message, or as it stands when ``raw``), chat messages, or ids themselves."""
+    def encode(self, prompt: Prompt, *, raw: bool, template_arguments: Mapping[str, Any]) -> list[int]:
+        """Token ids of a prompt: text (one user message, or as it stands when ``raw``), chat messages, or ids
+        themselves.
+        """
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise RequestError("the prompt is empty; expected some text")
@@ -85,7 +85,7 @@ class Text:
         if not prompt:
             raise RequestError("the prompt is empty; expected text, messages or token ids")
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return [int(item) for item in prompt]  # type: ignore[call-overload]
+            return [int(item) for item in prompt if isinstance(item, int)]
         return self._ids(self._render(prompt, template_arguments), special=False)
 
     def _render(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> str:
@@ -97,7 +97,7 @@ class Text:
         return self.template.render(messages, arguments)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        """``special`` adds what the tokenizer puts around a text (a begin token); a rendered template has it already."""
+        """``special`` adds what the tokenizer puts around a text (a begin token); templates have it already."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -10,19 +10,30 @@ import math
 
 import numpy as np
 
-_NUCLEUS_DEPTHS = (3.0, 6.0, 12.0)
-"""How far below the best token (nats) top-p looks before it takes the whole vocabulary: almost always the first is enough."""
+_NUCLEUS_DEPTHS = (6.0, 12.0)
+"""How far below the best token (nats) top-p looks before it takes the whole vocabulary: almost always the first is
+enough.
+"""
 
 
-def truncate(scaled: np.ndarray, *, min_p: float, top_k: int, top_p: float) -> np.ndarray | None:
-    """Ids that stay, ascending, int64; None when all do. Applied in the order min-p, top-k, top-p."""
+def truncate(
+    scaled: np.ndarray, *, min_p: float, top_k: int, top_p: float, workspace: np.ndarray | None = None
+) -> np.ndarray | None:
+    """Ids that stay, ascending, int64; None when all do. Applied in the order min-p, top-k, top-p.
+
+    ``workspace``, of the same shape, saves an allocation; it is overwritten.
+    """
     ids: np.ndarray | None = None
     if min_p > 0.0:
         ids = np.flatnonzero(scaled >= np.float32(math.log(min_p)))
     if 0 < top_k < len(scaled):
         ids = _top_k(scaled, ids, top_k)
     if top_p < 1.0:
-        ids = _top_p_all(scaled, top_p) if ids is None else np.sort(_nucleus(scaled, ids, top_p, _total(scaled[ids])))
+        ids = (
+            _top_p_all(scaled, top_p, workspace)
+            if ids is None
+            else np.sort(_nucleus(scaled, ids, top_p, _total(scaled[ids])))
+        )
     return ids
 
 
@@ -33,7 +44,8 @@ def _descending(scaled: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def _top_k(scaled: np.ndarray, ids: np.ndarray | None, k: int) -> np.ndarray:
     if ids is None:
-        # The k-th largest of any k or more values is a lower bound of the k-th largest of all: columns' maxima are cheap.
+        # The k-th largest of any k or more values is a lower bound of the k-th largest of all: columns' maxima are
+        # cheap.
         width = max(k, 1024)
         rows = len(scaled) // width
         if rows > 1:
@@ -46,13 +58,13 @@ def _top_k(scaled: np.ndarray, ids: np.ndarray | None, k: int) -> np.ndarray:
     return np.sort(_descending(scaled, ids)[:k])
 
 
-def _total(values: np.ndarray) -> float:
-    return float(np.exp(values).sum())
+def _total(values: np.ndarray, workspace: np.ndarray | None = None) -> float:
+    return float(np.exp(values, out=workspace).sum())
 
 
-def _top_p_all(scaled: np.ndarray, top_p: float) -> np.ndarray:
+def _top_p_all(scaled: np.ndarray, top_p: float, workspace: np.ndarray | None) -> np.ndarray:
     """Top-p over the whole vocabulary: sort only the candidates near the top, if they hold enough of the mass."""
-    total = _total(scaled)
+    total = _total(scaled, workspace)
     for depth in _NUCLEUS_DEPTHS:
         kept = _nucleus(scaled, np.flatnonzero(scaled >= -depth), top_p, total, partial=True)
         if kept.size:

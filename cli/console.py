@@ -1,0 +1,59 @@
+"""Standard error for people: messages and progress. Answers go to standard output and nowhere else."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+
+def complain(message: str) -> None:
+    """One line on standard error."""
+    click.echo(message, err=True)
+
+
+def warn(message: str) -> None:
+    complain(f"warning: {message}")
+
+
+class ProgressBar:
+    """Shows what long work is at: a bar on a terminal, a line for each step elsewhere. Call it as a
+    `dflash_ort.progress.Progress`.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._message = ""
+
+    def __call__(self, message: str, fraction: float | None = None) -> None:
+        if not self._console.is_terminal:
+            if message != self._message:
+                complain(message)
+        else:
+            if self._task is None:
+                self._bar.start()
+                self._task = self._bar.add_task(message)
+            total = None if fraction is None else 1.0
+            self._bar.update(self._task, description=message, total=total, completed=fraction or 0.0)
+        self._message = message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._bar.stop()
