@@ -23,6 +23,9 @@ MAX_CHARACTERS = 16_000_000
 """Most characters a template may write: far above any context, far below what would hurt."""
 MAX_SECONDS = 10.0
 _MAX_REPEAT = 1_000_000
+_MAX_INDENT = 100
+_MAX_BITS = 4096
+_MEND = "mend chat_template.jinja and export again, or pass raw"
 
 
 class ChatTemplate:
@@ -31,12 +34,13 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
         self._special, self._max_seconds = dict(special_tokens), max_seconds
         try:
-            self._template = _Sandbox().from_string(source)
-        except jinja2.TemplateError as error:
-            raise BundleError(
-                f"the chat template cannot be read: {_one_line(error)}; "
-                "mend chat_template.jinja and export again, or pass raw"
-            ) from error
+            with _deadline(max_seconds):
+                self._template = _Sandbox().from_string(source)
+        except _OutOfTime:
+            raise BundleError(f"the chat template did not compile in {max_seconds:g} seconds; {_MEND}") from None
+        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
+            # Deep nesting fails in jinja2's parser or in Python's own compiler.
+            raise BundleError(f"the chat template cannot be read: {_one_line(error)}; {_MEND}") from error
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
         """The prompt for these messages up to where the answer begins.

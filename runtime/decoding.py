@@ -65,11 +65,12 @@ class Decoding:
         chosen = accept(rows[1:], result.logits, result.greedy, self.sampler)
         sampled = perf_counter()
 
-        self.cache.length.trim(context + len(chosen))
-        self.drafter.observe(rows[: len(chosen)], result.hidden[: len(chosen)])
-        self.sampler.forget_noise()
         chunk = self._commit(chosen)
-        self._record(draft, length, len(chosen) - 1, len(chunk.token_ids), context, pending, (
+        kept = len(chunk.token_ids)
+        self.cache.length.trim(context + kept)
+        self.drafter.observe(rows[:kept], result.hidden[:kept])
+        self.sampler.forget_noise()
+        self._record(draft, length, len(chosen) - 1, kept, context, pending, (
             drafted - began, verified - verifying, sampled - verified, perf_counter() - sampled + verifying - drafted
         ))  # fmt: skip
         return chunk
@@ -88,7 +89,9 @@ class Decoding:
         return self.drafter.draft(self.request, limit)
 
     def _commit(self, chosen: Sequence[int]) -> Chunk:
+        """Add what comes before the first end; nothing behind it is kept anywhere."""
         added, text = self.answer.extend(chosen)
+        self.sampler.take_back(len(self.request.output_ids))
         return Chunk(self.request.id, text, tuple(added), self.request.finish_reason)
 
     def _record(

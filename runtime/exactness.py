@@ -86,12 +86,12 @@ def make_exact(
         progress("checking that this machine computes rows exactly (once per bundle and machine)")
         floor = least_exact_floor(target, prefill_chunk=prefill_chunk, max_context=max_context)
         _remember(key, floor)
+    target.row_floor = max(floor, 1)
     if floor == 0:
         raise InexactError(
             "on this machine a row's bits depend on its neighbours, so speculation could change the text; "
             "use another precision, or allow it with --allow-inexact"
         )
-    target.row_floor = floor
 
 
 def least_exact_floor(target: TargetModel, *, prefill_chunk: int, max_context: int) -> int:

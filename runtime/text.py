@@ -22,26 +22,36 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._shown = 0
+        self._before = ""
+        self._start = self._read = 0
+        # ids[start:read] decode to ``before``, which is shown: context for what follows, which a decoder may join to it.
 
     def feed(self, token: int) -> str:
         """Text that this token completes, often empty."""
         self._ids.append(token)
-        text: str | None = self._stream.step(self._tokenizer, token)
-        if not text:
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
             return ""
-        self._shown += len(text)
+        self._start, self._read = self._read, len(self._ids)
+        self._before = self._decode(self._start)
         return text
 
     def flush(self) -> str:
         """What an answer that ends in the middle of a character still has to show."""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole[self._shown :]
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        text = self._decode(self._start)
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        # A broken character changed how the decoder reads the byte tokens before it, which are shown already.
+        return self._decode(self._read)
+
+    def _decode(self, start: int) -> str:
+        text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        return text
 
 
 class Text:
