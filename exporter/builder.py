@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +19,13 @@ IR_VERSION = 10
 EXTERNAL_THRESHOLD_BYTES = 1024
 
 Array = np.ndarray
+
+
+class _PlainTensor(ir.Tensor[Array]):
+    """A tensor that Python writes: on a full disk numpy's ``tofile`` loses the end of an array and says nothing."""
+
+    def tofile(self, file: BinaryIO) -> None:
+        file.write(self.tobytes())
 
 
 class GraphBuilder:
@@ -68,7 +76,7 @@ class GraphBuilder:
     def weight(self, name: str, load: Callable[[], Array], shape: Sequence[int], dtype: ir.DataType) -> ir.Value:
         """An initializer whose array is made only when the file is written: the model need not fit in memory."""
         tensor = ir.LazyTensor(
-            lambda: ir.tensor(np.ascontiguousarray(load()), name=name), dtype, ir.Shape(shape), name=name
+            lambda: _PlainTensor(np.ascontiguousarray(load()), name=name), dtype, ir.Shape(shape), name=name
         )
         return self._tape.initializer(tensor, name=name)
 
@@ -81,7 +89,7 @@ class GraphBuilder:
     def constant(self, name: str, array: Array) -> ir.Value:
         """An initializer that is at hand; the same name gives the same value."""
         if name not in self._constants:
-            self._constants[name] = self._tape.initializer(ir.tensor(array, name=name), name=name)
+            self._constants[name] = self._tape.initializer(_PlainTensor(array, name=name), name=name)
         return self._constants[name]
 
     def rms_norm(self, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:

@@ -10,6 +10,9 @@ runtime takes the block's rows back by length. The context rows' queries are com
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 
@@ -102,6 +105,13 @@ def _head(
     g.output(draft_ids, names.DRAFT_IDS, ir.DataType.INT64, [1, "drafts"])
     g.output(logprobs, names.DRAFT_LOGPROBS, ir.DataType.FLOAT, [1, "drafts"])
     g.output(logits, names.DRAFT_LOGITS, ir.DataType.FLOAT, [1, "drafts", len(ids)])
+
+
+def write_draft_vocabulary(drafter: DrafterCheckpoint, directory: Path, vocab_size: int) -> None:
+    """Write the target id of each column of the draft logits."""
+    file = io.BytesIO()  # np.save straight to a path would not notice a full disk (see `builder`)
+    np.save(file, draft_vocabulary(drafter, vocab_size))
+    (directory / names.DRAFT_VOCABULARY_FILE).write_bytes(file.getvalue())
 
 
 def draft_vocabulary(drafter: DrafterCheckpoint, vocab_size: int) -> np.ndarray:

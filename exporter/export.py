@@ -16,18 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import onnx
 
 from dflash_ort.errors import BundleError, CheckpointError
 from dflash_ort.exporter.checkpoint import DrafterCheckpoint, TargetCheckpoint
-from dflash_ort.exporter.drafter_graph import build_drafter_graph, draft_vocabulary
+from dflash_ort.exporter.drafter_graph import build_drafter_graph, draft_vocabulary, write_draft_vocabulary
 from dflash_ort.exporter.drafter_reader import read_drafter
 from dflash_ort.exporter.gguf_reader import read_gguf
 from dflash_ort.exporter.hf_reader import read_hf_directory
 from dflash_ort.exporter.linear import Precision, recipe
 from dflash_ort.exporter.target_graph import build_target_graph, write_embedding
-from dflash_ort.models import graph_names as names
 from dflash_ort.models.manifest import (
     CHAT_TEMPLATE,
     DRAFTER_GRAPH,
@@ -184,7 +182,7 @@ def _write(
         )
         graph.save(bundle / DRAFTER_GRAPH, f"{DRAFTER_GRAPH}.data")
         onnx.checker.check_model(bundle / DRAFTER_GRAPH)
-        np.save(bundle / names.DRAFT_VOCABULARY_FILE, draft_vocabulary(drafter, spec.vocab_size))
+        write_draft_vocabulary(drafter, bundle, spec.vocab_size)
     progress("hashing")
     manifest = Manifest(
         name=options.name or str(target.source.get("name", "model")),
@@ -246,11 +244,16 @@ def _twin(
 
 def check_output(output: Path, force: bool) -> None:
     """Raise BundleError unless a bundle may be written to ``output``."""
-    if not output.exists():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST).is_file()):
+    try:
+        if not output.exists():
+            return
+        empty = output.is_dir() and not any(output.iterdir())
+        is_bundle = (output / MANIFEST).is_file()
+    except OSError as error:
+        raise BundleError(f"cannot look at '{output}': {error.strerror}; choose another --output") from error
+    if not empty and not is_bundle:
         raise BundleError(f"'{output}' exists and is not a bundle; choose another --output")
-    if not force and any(output.iterdir()):
+    if not empty and not force:
         raise BundleError(f"'{output}' exists; pass --force to replace it, or choose another --output")
 
 

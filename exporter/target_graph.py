@@ -92,9 +92,8 @@ def embedding(g: GraphBuilder, config: DecoderConfig) -> ir.Value:
 
 def write_embedding(checkpoint: TargetCheckpoint, directory: Path) -> None:
     """Write the table that `embedding` refers to."""
-    np.ascontiguousarray(checkpoint.tensor("model.embed_tokens.weight"), dtype="<f4").tofile(
-        directory / names.EMBEDDING_FILE
-    )
+    table = np.ascontiguousarray(checkpoint.tensor("model.embed_tokens.weight"), dtype="<f4")
+    (directory / names.EMBEDDING_FILE).write_bytes(table.data)  # not tofile: see `builder`
 
 
 def head_rows(checkpoint: TargetCheckpoint, ids: Array) -> Callable[[], Array]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from dflash_ort.errors import BundleError
+from dflash_ort.models.graph_names import DRAFT_VOCABULARY_FILE, EMBEDDING_FILE
 from dflash_ort.models.spec import DrafterSpec, ModelSpec
 
 FORMAT_VERSION = 1
@@ -125,6 +126,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 def check_files(directory: Path, manifest: Manifest, *, hashes: bool = False) -> None:
     """Raise BundleError for a file that is missing or of another size; with ``hashes``, also of another content."""
+    for name in _needed_files(manifest):
+        if name not in manifest.files:
+            raise BundleError(f"'{directory / MANIFEST}' does not list the file '{name}'; export the bundle again")
     for name, entry in manifest.files.items():
         path = directory / name
         if Path(name).name != name:
@@ -138,6 +142,13 @@ def check_files(directory: Path, manifest: Manifest, *, hashes: bool = False) ->
             raise BundleError(
                 f"'{path}' is not the file that was exported (its SHA-256 differs); export the bundle again"
             )
+
+
+def _needed_files(manifest: Manifest) -> tuple[str, ...]:
+    """Files that every bundle of this kind has; what is not listed would be run without being checked."""
+    target = (TARGET_GRAPH, f"{TARGET_GRAPH}.data", EMBEDDING_FILE, TOKENIZER)
+    drafter = (DRAFTER_GRAPH, f"{DRAFTER_GRAPH}.data", DRAFT_VOCABULARY_FILE)
+    return target + drafter if manifest.drafter.kind == "dflash" else target
 
 
 def file_entry(path: Path) -> FileEntry:

@@ -44,7 +44,7 @@ def open_bundle(
     manifest = read_manifest(directory)
     check_files(directory, manifest, hashes=verify_hashes)
     options = {**DEFAULT_OPTIONS, **session_options}
-    text = Text(directory, manifest.target)
+    text = Text(directory, manifest)
     target = TargetModel(open_session(directory / TARGET_GRAPH, threads=threads, options=options), manifest.target)
     dflash = None
     if with_drafter and manifest.drafter.kind == "dflash":

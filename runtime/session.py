@@ -15,6 +15,7 @@ import onnxruntime as ort
 from dflash_ort.errors import BundleError, ProviderError
 
 PROVIDER = "CPUExecutionProvider"
+MAX_THREADS = 512
 
 # ONNX Runtime accepts any name silently, so a misspelt one would do nothing and say nothing.
 SESSION_OPTIONS = frozenset(
@@ -59,8 +60,8 @@ def open_session(path: Path, *, threads: int, options: Mapping[str, str]) -> Any
     """An InferenceSession on the CPU provider. Raises ProviderError or BundleError with ONNX Runtime's reason in one
     line.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ProviderError(f"threads is {threads!r}; expected a whole number, 1 or more")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise ProviderError(f"threads is {threads!r}; expected a whole number, 1 to {MAX_THREADS}")
     check_session_options(options)
     so = ort.SessionOptions()
     so.intra_op_num_threads = threads

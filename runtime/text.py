@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ort.errors import BundleError, RequestError
-from dflash_ort.models.manifest import CHAT_TEMPLATE, TOKENIZER
+from dflash_ort.models.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from dflash_ort.models.spec import ModelSpec
 from dflash_ort.runtime.chat_template import ChatTemplate, Message
 
@@ -26,7 +26,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._before = ""
         self._start = self._read = 0
-        # ids[start:read] decode to ``before``, which is shown: context for what follows, which a decoder may join to it.
+        # ids[start:read] decode to ``before``, which is shown: context that a decoder may join to what follows.
 
     def feed(self, token: int) -> str:
         """Text that this token completes, often empty."""
@@ -57,7 +57,7 @@ class Detokenizer:
 class Text:
     """A bundle's tokenizer and chat template."""
 
-    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
         from tokenizers import Tokenizer
 
         path = directory / TOKENIZER
@@ -67,12 +67,12 @@ class Text:
             raise BundleError(f"'{path}' cannot be read ({_one_line(error)}); export the bundle again") from error
         template = directory / CHAT_TEMPLATE
         self.template: ChatTemplate | None = None
-        if template.is_file():
+        if CHAT_TEMPLATE in manifest.files:
             try:
                 source = template.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise BundleError(f"'{template}' cannot be read ({error}); export the bundle again") from error
-            self.template = ChatTemplate(source, self._special_tokens(spec))
+            self.template = ChatTemplate(source, self._special_tokens(manifest.target))
 
     def _special_tokens(self, spec: ModelSpec) -> dict[str, str]:
         """What templates call bos_token and eos_token."""

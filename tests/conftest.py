@@ -28,7 +28,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
     @cache
     def make(
-        precision: Precision = "fp32",
+        precision: Precision,
         shape: TinyShape = TinyShape(),  # noqa: B008  frozen
         draft_vocab: int | None = None,
         block_size: int = 6,

@@ -46,7 +46,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_target(directory: Path, shape: TinyShape = TinyShape()) -> Path:  # noqa: B008  frozen
+def write_target(directory: Path, shape: TinyShape = TinyShape()) -> Path:
     """Write a Hugging Face directory of a random LlamaForCausalLM."""
     rng = np.random.default_rng(shape.seed)
     h, f, q, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -99,7 +99,7 @@ def write_target(directory: Path, shape: TinyShape = TinyShape()) -> Path:  # no
 
 def write_drafter(
     directory: Path,
-    shape: TinyShape = TinyShape(),  # noqa: B008  frozen
+    shape: TinyShape = TinyShape(),
     *,
     block_size: int = 6,
     taps: tuple[int, ...] = (0, 2),
