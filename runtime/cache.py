@@ -71,8 +71,8 @@ class KVCache:
 def _reserve(shape: tuple[int, ...]) -> np.ndarray:
     """Zeroed float32 memory that becomes real a page at a time.
 
-    Huge pages are declined: the rows of each head lie far apart, and with 2 MB pages a short text would occupy most of a long
-    context's buffers (350 MB instead of some MB for the default pair).
+    Huge pages are declined: the rows of each head lie far apart, and with 2 MB pages a short text would occupy most of
+    a long context's buffers (350 MB instead of some MB for the default pair).
     """
     memory = mmap.mmap(-1, 4 * math.prod(shape))
     with suppress(AttributeError, OSError):  # not every system has the advice

@@ -57,7 +57,7 @@ class Decoding:
         draft = self._draft()
         drafted = perf_counter()
         # From the drafts to the plan is the controller's time: it counts as other.
-        length = self.controller.plan([draft]).lengths[self.request.id] if draft.token_ids else 0
+        length = self._planned(draft)
         verifying = perf_counter()
         rows = [draft.anchor, *draft.token_ids[:length]]
         result = self.target.run(self.cache, rows, len(rows))
@@ -80,6 +80,12 @@ class Decoding:
         yield self.prefill(pieces)
         while self.request.finish_reason is None:
             yield self.round()
+
+    def _planned(self, draft: Draft) -> int:
+        """The controller's length, held to what was drafted."""
+        if not draft.token_ids:
+            return 0
+        return max(0, min(self.controller.plan([draft]).lengths[self.request.id], len(draft.token_ids)))
 
     def _draft(self) -> Draft:
         """Ask for no more drafts than could be committed before the end: an answer's last token is never a draft."""

@@ -6,6 +6,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,39 @@ class Stream(Iterator[Chunk]):
     @property
     def statistics(self) -> Statistics:
         return self._decoding.statistics.build()
+
+
+class _Lease:
+    """A stream's hold on its slot, which goes back once, however often the stream is closed.
+
+    A stream may be closed by another thread in the middle of a round: then the slot goes back when the round is over,
+    lest the next request finds rows in it. (Each side sets its flag before it reads the other's, so no lock is needed,
+    which `__del__` could not take.)
+    """
+
+    def __init__(self, slot: Slot, free: list[Slot]) -> None:
+        self._slot, self._free = [slot], free
+        self._ended = self._in_use = False
+
+    def end(self) -> None:
+        self._ended = True
+        if not self._in_use:
+            self._give_back()
+
+    @contextmanager
+    def in_use(self) -> Iterator[bool]:
+        """For the time of a round; False when the lease has ended."""
+        self._in_use = True
+        try:
+            yield not self._ended
+        finally:
+            self._in_use = False
+            if self._ended:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        with suppress(IndexError):
+            self._free.append(self._slot.pop())
 
 
 class Engine:
@@ -295,21 +329,15 @@ class Engine:
             ),
             statistics=StatisticsBuilder(request.id, len(request.prompt_ids)),
         )
-        held = [slot]
+        lease = _Lease(slot, self._free)
+        return Stream(self._in_turn(decoding.chunks(pieces), lease), decoding, lease.end)
 
-        def release() -> None:
-            # A slot goes back once, however often a stream is closed.
-            if held:
-                self._free.append(held.pop())
-
-        return Stream(self._in_turn(decoding.chunks(pieces)), decoding, release)
-
-    def _in_turn(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _in_turn(self, chunks: Iterator[Chunk], lease: _Lease) -> Iterator[Chunk]:
         """One round at a time: the models' output buffers are shared."""
         while True:
-            with self._turn:
+            with self._turn, lease.in_use() as usable:
                 self._opened()
-                chunk = next(chunks, None)
+                chunk = next(chunks, None) if usable else None
             if chunk is None:
                 return
             yield chunk
@@ -324,7 +352,7 @@ class Engine:
         return NgramDrafter() if kind == "ngram" else NoDrafter()
 
     def _take_slot(self, bundle: OpenBundle) -> Slot:
-        if self._free:
+        with suppress(IndexError):  # not "if self._free": another thread may take the last one in between
             slot = self._free.pop()
             slot.clear()
             return slot

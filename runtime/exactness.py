@@ -32,9 +32,9 @@ PROBE_VERSION = 1
 def probe(target: TargetModel, *, prefill_chunk: int, max_context: int) -> bool:
     """True when all rows come out the same. Takes a few dozen passes."""
     rng = np.random.default_rng(_SEED)
-    span = max(ROW_COUNTS)
     for context in _CONTEXTS:
-        if context + span > max_context:
+        span = min(max(ROW_COUNTS), max_context - context)
+        if span < 2:
             break
         tokens = rng.integers(0, target.spec.vocab_size, context + span)
         if not _same_everywhere(target, tokens, context, prefill_chunk, rng):
@@ -53,14 +53,13 @@ def _same_everywhere(
     cache.length.trim(0)
     for start in range(0, context, prefill_chunk):
         target.run(cache, tokens[start : min(start + prefill_chunk, context)], 0)
-    for count in ROW_COUNTS:
+    for count in (count for count in ROW_COUNTS if count <= span):
         cache.length.trim(context)
         for start in range(0, span, count):
             rows = tokens[context + start : context + start + count]
-            kept = len(rows)
-            neighbours = rng.integers(0, target.spec.vocab_size, count - 1)
-            fed = rows if start else np.concatenate([rows[:1], neighbours])
-            kept = kept if start else 1
+            kept, fed = len(rows), rows
+            if start == 0:
+                kept, fed = 1, np.concatenate([rows[:1], rng.integers(0, target.spec.vocab_size, count - 1)])
             result = target.run(cache, fed, len(fed))
             same_logits = np.array_equal(result.logits[:kept], logits[start : start + kept])
             if not (same_logits and np.array_equal(result.hidden[:kept], hidden[start : start + kept])):

@@ -50,10 +50,10 @@ def _bits(key: int, counters: np.ndarray) -> np.ndarray:
 
 
 def _exponential(bits: np.ndarray) -> np.ndarray:
-    """Exponentials of rate 1 from the upper 53 bits, float64, positive."""
-    uniform = (bits >> np.uint64(11)).astype(np.float64)
+    """Positive float64 exponentials of rate 1 from the upper 52 bits: one bit more would round up to a uniform of 1."""
+    uniform = (bits >> np.uint64(12)).astype(np.float64)
     uniform += 0.5
-    uniform *= 2.0**-53
+    uniform *= 2.0**-52
     exponential: np.ndarray = -np.log(uniform)
     return exponential
 

@@ -54,6 +54,8 @@ def check_session_options(options: Mapping[str, str]) -> None:
             raise ProviderError(f"session option '{name}' is refused: {_REFUSED[name]}")
         if name not in SESSION_OPTIONS:
             raise ProviderError(f"unknown session option '{name}'; known: {', '.join(sorted(SESSION_OPTIONS))}")
+        if not isinstance(options[name], str):
+            raise ProviderError(f"session option '{name}' is {options[name]!r}; expected text, such as '1'")
 
 
 def open_session(path: Path, *, threads: int, options: Mapping[str, str]) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_ort.errors import BundleError, RequestError
 from dflash_ort.models.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from dflash_ort.models.spec import ModelSpec
@@ -86,17 +88,20 @@ class Text:
         """Token ids of a prompt: text (one user message, or as it stands when ``raw``), chat messages, or ids
         themselves.
         """
+        if isinstance(prompt, bytes):
+            raise RequestError("the prompt is bytes; expected text, messages or token ids, so decode it first")
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise RequestError("the prompt is empty; expected some text")
             if raw or self.template is None:
                 return self._ids(prompt, special=True)
             prompt = [{"role": "user", "content": prompt}]
-        if not prompt:
+        items: list[Any] = list(prompt)
+        if not items:
             raise RequestError("the prompt is empty; expected text, messages or token ids")
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return [int(item) for item in prompt if isinstance(item, int)]
-        return self._ids(self._render(prompt, template_arguments), special=False)
+        if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
+            return [int(item) for item in items]
+        return self._ids(self._render(items, template_arguments), special=False)
 
     def _render(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> str:
         if self.template is None:
