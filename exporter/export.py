@@ -46,10 +46,11 @@ Check = Callable[[Path, "Path | None"], "tuple[Quality, SelfCheck]"]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """How a bundle is to be made. None is the target's ``draft_precision``, the checkpoint's own ``max_context``."""
+    """How a bundle is to be made; ``max_context`` None is the checkpoint's own."""
 
     precision: Precision = "fp32"
-    draft_precision: Precision | None = None
+    draft_precision: Precision = "int8"
+    """Drafts cannot change the text, so the drafter is as fast as it can be."""
     max_context: int | None = None
     pad_attention: bool = True
     """False leaves out the two-row floor: faster for plain decoding and *not exact*. For benchmarks and tests."""
@@ -172,9 +173,9 @@ def _write(
     """Everything but the self-check's results."""
     bundle.mkdir()
     _write_target(bundle, target, spec, options.precision, drafter_spec.block_size, options.pad_attention, progress)
-    draft_precision = None
+    draft_precision: Precision | None = None
     if isinstance(drafter, DrafterCheckpoint):
-        draft_precision = options.draft_precision or options.precision
+        draft_precision = options.draft_precision
         progress("writing the drafter's graph")
         positions = spec.max_context + drafter_spec.block_size + 1
         graph = build_drafter_graph(
@@ -236,7 +237,7 @@ def _twin(
     """An fp32 bundle without a drafter to compare with, beside the one that is being made."""
     if options.precision == "fp32":
         return None
-    options = replace(options, precision="fp32", draft_precision=None, pad_attention=True)
+    options = replace(options, precision="fp32", pad_attention=True)
     twin = work / "fp32"
     _write(twin, target, "none", replace(spec, tapped_layers=()), DrafterSpec(kind="none"), options, progress)
     return twin

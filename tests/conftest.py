@@ -38,7 +38,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         target = write_target(root / f"{name}-target", shape)
         drafter = write_drafter(root / f"{name}-drafter", shape, draft_vocab=draft_vocab, block_size=block_size)
         output = root / name
-        options = ExportOptions(precision=precision, pad_attention=pad_attention)
+        options = ExportOptions(precision=precision, draft_precision=precision, pad_attention=pad_attention)
         export_bundle(read_target(target), read_drafter_option(str(drafter)), output, options)
         return output
 
@@ -70,7 +70,7 @@ def default_bundle(tmp_path_factory: pytest.TempPathFactory, default_target: Pat
     def make(precision: Precision = "fp32") -> Path:
         output = root / precision
         drafter = read_drafter_option(str(drafter_dir(PRESETS["smollm2-135m"])))
-        export_bundle(read_target(default_target), drafter, output, ExportOptions(precision=precision))
+        export_bundle(read_target(default_target), drafter, output, ExportOptions(precision=precision, draft_precision=precision))
         return output
 
     return make

@@ -61,7 +61,11 @@ def make_pair(
 
 def export_pair(directory: Path, target: Path, drafter: Path, precision: Precision = "fp32") -> Pair:
     export_bundle(
-        read_target(target), read_drafter(drafter), directory / "bundle", ExportOptions(precision=precision), force=True
+        read_target(target),
+        read_drafter(drafter),
+        directory / "bundle",
+        ExportOptions(precision=precision, draft_precision=precision),
+        force=True,
     )
     bundle = open_bundle(directory / "bundle", threads=2, session_options={}, with_drafter=True)
     assert bundle.dflash is not None
