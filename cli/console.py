@@ -16,6 +16,7 @@ def complain(message: str) -> None:
 
 
 def warn(message: str) -> None:
+    """One line on standard error about something that may not be meant, and is done nevertheless."""
     complain(f"warning: {message}")
 
 
@@ -28,7 +29,7 @@ class ProgressBar:
         self._console = Console(stderr=True)
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
             console=self._console,

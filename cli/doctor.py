@@ -19,7 +19,10 @@ from dflash_ort.models.paths import cache_dir, default_bundle
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Show the CPU, ONNX Runtime, and whether the default bundle is exact here; and what would be used, and why."""
+    """Show what this machine is, and what would be used on it.
+
+    The CPU, ONNX Runtime, whether the default bundle is exact here, and the reasons for what would be used.
+    """
     with ProgressBar() as progress:
         report = _examine(progress)
     click.echo(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_ort.cli.console import ProgressBar, complain, warn
+from dflash_ort.cli.process import one_interrupt
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.models.paths import default_bundle
 from dflash_ort.models.presets import PRESETS, drafter_dir, fetch_target
@@ -40,10 +41,16 @@ about zero.
     "--precision", type=click.Choice(PRECISION_CHOICES), default="fp32", show_default=True, help="The target's weights."
 )
 @click.option(
-    "--draft-precision", type=click.Choice(PRECISION_CHOICES), help="The drafter's weights.  [default: the target's]"
+    "--draft-precision",
+    type=click.Choice(PRECISION_CHOICES),
+    default="int8",
+    show_default=True,
+    help="The drafter's weights; this cannot change the text.",
 )
 @click.option(
-    "--max-context", type=click.IntRange(2), help="Most tokens of prompt and answer.  [default: the checkpoint's]"
+    "--max-context",
+    type=click.IntRange(2),
+    help="Most tokens of prompt and answer together.  [default: the checkpoint's]",
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 def export(
@@ -52,13 +59,13 @@ def export(
     drafter: str | None,
     output: Path | None,
     precision: Precision,
-    draft_precision: Precision | None,
+    draft_precision: Precision,
     max_context: int | None,
     force: bool,
 ) -> None:
     """Export a target and a drafter to a bundle.
 
-    With no options, the default pair is fetched and exported to where `dflash-ort run` looks for it. Every export
+    With no options, the default pair is fetched and exported to where `run` looks for it. Every export
     ends with a self-check: rows independent of their neighbours, quality against fp32, the drafter's acceptance.
     """
     if preset is not None and target is not None:
@@ -67,7 +74,7 @@ def export(
     arguments |= {"drafter": drafter and Path(drafter).name, "precision": precision}
     arguments |= {"draft_precision": draft_precision, "max_context": max_context}
     place = output or default_bundle()
-    with ProgressBar() as progress:
+    with one_interrupt(), ProgressBar() as progress:
         manifest = _export(preset, target, drafter, place, arguments, force, progress)
     _report(manifest, place)
 
@@ -101,7 +108,7 @@ def _export(
         known = PRESETS[preset or DEFAULT_PRESET]
         name = known.name
         target = fetch_target(known, progress=progress)
-        drafter = drafter or str(drafter_dir(known))
+        drafter = str(drafter_dir(known)) if drafter is None else drafter
     progress("reading the checkpoint")
     options = ExportOptions(
         precision=arguments["precision"],
@@ -112,7 +119,7 @@ def _export(
     )
     return export_bundle(
         read_target(target),
-        read_drafter_option(drafter or "ngram"),
+        read_drafter_option("ngram" if drafter is None else drafter),
         output,
         options,
         force=force,
@@ -125,7 +132,7 @@ def _report(manifest: Manifest, output: Path) -> None:
     """What was made and what the self-check found, on standard error."""
     size = sum(entry.size for entry in manifest.files.values())
     drafter = manifest.drafter.kind + (f" ({manifest.draft_precision})" if manifest.draft_precision else "")
-    complain(f"wrote {output}: {manifest.name}, {manifest.precision}, drafter {drafter}, {size / 1e6:,.0f} MB")
+    complain(f"wrote {output}: {manifest.name}, {manifest.precision}, drafter {drafter}, {size / 1e6:,.1f} MB")
     quality, check = manifest.quality, manifest.self_check
     if quality is not None and manifest.precision != "fp32":
         complain(

@@ -17,7 +17,11 @@ from dflash_ort.models.manifest import Manifest, check_files, read_manifest
 @click.argument("bundle", required=False, metavar="[BUNDLE]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(bundle: str | None, as_json: bool) -> None:
-    """Show a BUNDLE's sizes, precision, drafter, quality, and its graphs' inputs and outputs. Hashes are checked."""
+    """Show what a bundle is, and check its files.
+
+    BUNDLE is a directory made by `export`, by default the one that `run` uses. Shown are its
+    sizes, precision, drafter and quality, and its graphs' inputs and outputs; every file's hash is checked.
+    """
     path = find_bundle(bundle)
     manifest = read_manifest(path)
     check_files(path, manifest, hashes=True)

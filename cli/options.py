@@ -29,38 +29,46 @@ def sampling_options(function: F) -> F:
     return _apply(
         (
             click.option(
-                "--max-new-tokens", type=int, help="Most tokens to answer with.  [default: to the context's end]"
+                "--max-new-tokens", type=int, help="Longest answer, in tokens.  [default: to the context's end]"
             ),
             click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
             click.option(
                 "--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."
             ),
             click.option(
-                "--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest that sum to this."
+                "--top-p",
+                type=float,
+                default=1.0,
+                show_default=True,
+                help="Keep the fewest tokens that are this likely together.",
             ),
             click.option(
                 "--min-p",
                 type=float,
                 default=0.0,
                 show_default=True,
-                help="Keep those this likely, against the likeliest.",
+                help="Keep tokens at least this fraction as likely as the likeliest.",
             ),
             click.option(
                 "--repetition-penalty",
                 type=float,
                 default=1.0,
                 show_default=True,
-                help="For tokens in prompt or answer.",
+                help="Above 1 for less of what prompt and answer hold already.",
             ),
             click.option(
-                "--presence-penalty", type=float, default=0.0, show_default=True, help="Once, for tokens in the answer."
+                "--presence-penalty",
+                type=float,
+                default=0.0,
+                show_default=True,
+                help="Taken once from tokens already in the answer.",
             ),
             click.option(
                 "--frequency-penalty",
                 type=float,
                 default=0.0,
                 show_default=True,
-                help="Each time a token is in the answer.",
+                help="Taken for each time a token is in the answer.",
             ),
             click.option(
                 "--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit; may be repeated."
@@ -100,13 +108,15 @@ def engine_options(function: F) -> F:
                 help="Who drafts; auto: the bundle's.",
             ),
             click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]"),
-            click.option("--max-context", type=int, help="Most tokens of prompt and answer.  [default: the bundle's]"),
+            click.option(
+                "--max-context", type=int, help="Most tokens of prompt and answer together.  [default: the bundle's]"
+            ),
             click.option(
                 "--session-option",
                 "session_options",
                 multiple=True,
                 metavar="NAME=VALUE",
-                help="An ONNX Runtime session option.",
+                help="An ONNX Runtime session option; may be repeated.",
             ),
             click.option(
                 "--allow-inexact", is_flag=True, help="Run where rows are not independent; results say exact: false."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,11 +23,13 @@ from dflash_ort.cli.options import (
     template_arguments,
 )
 from dflash_ort.cli.statistics import comparison, statistics_lines
-from dflash_ort.models.manifest import MANIFEST
+from dflash_ort.errors import RequestError
+from dflash_ort.models.manifest import CHAT_TEMPLATE, MANIFEST
 from dflash_ort.params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_ort.runtime.engine import Engine, Stream
+    from dflash_ort.runtime.engine import Engine
+    from dflash_ort.runtime.stream import Stream
 
 
 @click.command()
@@ -46,18 +50,21 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming text.")
 def run(bundle_and_prompt: tuple[str, ...], **options: Any) -> None:
-    """Answer PROMPT with BUNDLE (the default one if none is named).
+    """Answer PROMPT with BUNDLE, or chat.
 
-    The prompt also comes from standard input; with neither, a chat begins (Ctrl-D ends it). The text goes to
-    standard output, everything else to standard error.
+    BUNDLE is a directory made by `export`, by default the one that it makes without --output. The prompt also
+    comes from standard input; with neither, a chat begins (Ctrl-D ends it). The text goes to standard output,
+    everything else to standard error.
     """
     bundle, prompt = split_arguments(bundle_and_prompt)
     params = sampling_params(options)
+    templating = template_arguments(options["template_arg"])
+    if options["raw"] and (options["system"] or templating):
+        raise click.UsageError("--raw takes no chat template, so --system and --template-arg have no use")
+    path = find_bundle(bundle)
     if prompt is None and not sys.stdin.isatty():
         prompt = _read_standard_input()
-    if prompt is None and options["as_json"]:
-        raise click.UsageError("--json needs a prompt")
-    path = find_bundle(bundle)
+    _check_prompt(prompt, options)
     from dflash_ort.runtime.engine import DEFAULT_CONTROLLER, Engine
 
     with ProgressBar() as progress:
@@ -75,7 +82,7 @@ def run(bundle_and_prompt: tuple[str, ...], **options: Any) -> None:
         _warn_about_length(engine, options["controller"])
         if not engine.exact:
             warn("rows are not independent here: speculation may change the text (exact: false)")
-        session = _Session(engine, params, options)
+        session = _Session(engine, params, options, templating)
         if prompt is None:
             session.chat()
         else:
@@ -86,13 +93,27 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, str | None]:
     """Bundle and prompt: a first argument that is a directory with bundle.json is the bundle."""
     if len(arguments) > 2:
         raise click.UsageError("expected at most a bundle and a prompt; put the prompt in quotes")
-    if arguments and (Path(arguments[0]) / MANIFEST).is_file():
+    # Unlike Path.is_file, this says no to a prompt that is too long to be a path.
+    if arguments and os.path.isfile(os.path.join(arguments[0], MANIFEST)):
         return arguments[0], arguments[1] if len(arguments) == 2 else None
     if len(arguments) == 2:
         raise click.UsageError(
             f"'{arguments[0]}' is not a bundle: it has no {MANIFEST}; put the prompt in quotes if it is one"
         )
-    return None, arguments[0] if arguments else None
+    prompt = arguments[0] if arguments else None
+    if prompt and os.sep in prompt and not any(letter.isspace() for letter in prompt):
+        warn(f"there is no bundle at '{prompt}', so it is taken as the prompt")
+    return None, prompt
+
+
+def _check_prompt(prompt: str | None, options: dict[str, Any]) -> None:
+    """Say what cannot work before a model is loaded for it."""
+    if prompt is None:
+        for name, flag in (("as_json", "--json"), ("raw", "--raw"), ("compare", "--compare")):
+            if options[name]:
+                raise click.UsageError(f"{flag} needs a prompt, as an argument or from standard input")
+    elif not prompt.strip():
+        raise RequestError("the prompt is empty; expected some text, as an argument or from standard input")
 
 
 def _read_standard_input() -> str:
@@ -108,9 +129,9 @@ def _read_standard_input() -> str:
 
 def _warn_about_length(engine: Engine, controller: str | None) -> None:
     """Say so, once, when more drafts are asked for than the drafter can propose."""
-    value = (controller or "").partition(":")[2]
+    kind, _, value = (controller or "").partition(":")
     most = engine.max_draft()
-    if value.isdigit() and int(value) > most:
+    if kind == "fixed" and value.isdigit() and int(value) > most:
         warn(f"{controller} asks for more than the drafter proposes; {most} at most will be verified")
 
 
@@ -121,6 +142,7 @@ class _Session:
     engine: Engine
     params: SamplingParams
     options: dict[str, Any]
+    templating: dict[str, Any]
 
     def answer_once(self, prompt: str) -> None:
         stream = self._stream(self._messages(prompt))
@@ -128,7 +150,8 @@ class _Session:
             with stream:
                 for _ in stream:
                     pass
-            click.echo(json.dumps(self._as_object(stream), ensure_ascii=False))
+            unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
+            click.echo(json.dumps(self._as_object(stream), ensure_ascii=not unicode))
         else:
             self._show(stream)
         if self.options["stats"]:
@@ -139,6 +162,8 @@ class _Session:
 
     def chat(self) -> None:
         """Ask and answer until standard input ends. Ctrl-C stops an answer; at the prompt it ends the chat."""
+        if CHAT_TEMPLATE not in self.engine.manifest.files:
+            raise RequestError("this bundle has no chat template, so it cannot chat; give it a prompt")
         complain(
             "chatting with " + self.engine.manifest.name + "; Ctrl-D ends, Ctrl-C stops an answer, /new starts over"
         )
@@ -146,14 +171,18 @@ class _Session:
         messages = list(start)
         while True:
             try:
-                line = input(click.style("> ", bold=True)) if sys.stdout.isatty() else input()
+                line = _ask()
             except EOFError:
                 complain("")
                 return
+            except UnicodeDecodeError:
+                complain("error: that was not UTF-8; type it again")
+                continue
             if not line.strip():
                 continue
             if line.strip() == "/new":
                 messages = list(start)
+                complain("started over")
                 continue
             messages.append({"role": "user", "content": line})
             answer = self._chat_answer(messages)
@@ -164,18 +193,13 @@ class _Session:
 
     def _chat_answer(self, messages: list[dict[str, str]]) -> str | None:
         """Stream one answer; None when the conversation cannot go on like this."""
-        from dflash_ort.errors import RequestError
-
         try:
             stream = self._stream(messages)
         except RequestError as error:
             complain(f"error: {error} (/new starts over)")
             return None
-        try:
+        with suppress(KeyboardInterrupt):
             self._show(stream)
-        except KeyboardInterrupt:
-            stream.close()
-            click.echo()
         if self.options["stats"]:
             for line in statistics_lines(stream.statistics, stream.seed, stream.finish_reason):
                 complain(line)
@@ -191,20 +215,22 @@ class _Session:
             return messages
         return [*messages, {"role": "user", "content": prompt}] if system else prompt
 
-    def _stream(self, prompt: Any, **overrides: Any) -> Stream:
+    def _stream(self, prompt: Any) -> Stream:
         return self.engine.stream(
             prompt,
             self.params,
             raw=self.options["raw"],
-            template_arguments=template_arguments(self.options["template_arg"]),
-            **overrides,
+            template_arguments=self.templating,
         )
 
     def _show(self, stream: Stream) -> None:
         with stream:
-            for chunk in stream:
-                click.echo(chunk.text, nl=False)
-                sys.stdout.flush()
+            try:
+                for chunk in stream:
+                    click.echo(chunk.text, nl=False)
+            except KeyboardInterrupt:
+                click.echo()  # what was said ends its line, and what comes next begins one
+                raise
             click.echo()
 
     def _as_object(self, stream: Stream) -> dict[str, Any]:
@@ -220,15 +246,21 @@ class _Session:
     def _compare(self, prompt: str, stream: Stream) -> None:
         """Decode plainly with the same seed, then with speculation again, so that neither has had the cold start."""
         params = SamplingParams(**{**_fields(self.params), "seed": stream.seed})
-        plain = self.engine.generate(
-            self._messages(prompt), params, raw=self.options["raw"], drafter="none", controller="off",
-            template_arguments=template_arguments(self.options["template_arg"]),
-        )  # fmt: skip
-        again = self.engine.generate(
-            self._messages(prompt), params, raw=self.options["raw"],
-            template_arguments=template_arguments(self.options["template_arg"]),
-        )  # fmt: skip
+        messages = self._messages(prompt)
+        how: dict[str, Any] = {"raw": self.options["raw"], "template_arguments": self.templating}
+        plain = self.engine.generate(messages, params, drafter="none", controller="off", **how)
+        again = self.engine.generate(messages, params, **how)
         complain(comparison(plain, again))
+
+
+def _ask() -> str:
+    """The next line of a chat, with arrow keys and history where Python has readline."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
+    if sys.stdout.isatty():
+        return input("> ")
+    click.echo("> ", nl=False, err=True)
+    return input()
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

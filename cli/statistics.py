@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dflash_ort.records import FinishReason, Statistics
 
 if TYPE_CHECKING:
-    from dflash_ort.runtime.engine import Generation
+    from dflash_ort.runtime.stream import Generation
 
 
 def statistics_lines(s: Statistics, seed: int, finish_reason: FinishReason | None) -> list[str]:

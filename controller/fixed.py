@@ -4,38 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_ort.controller.protocol import Controller
-from dflash_ort.errors import PolicyError
+from dflash_ort.controller.protocol import DraftOrder, RoundState
 from dflash_ort.records import Draft, RoundRecord, VerifyPlan
 
-NAMES = "off, fixed:N (N drafts a round) or fixed:max (whole proposals)"
+
+def first_drafter(state: RoundState, limit: int | None = None) -> DraftOrder:
+    """An order to the first drafter that may propose something, for at most ``limit`` tokens."""
+    for kind, most in state.limits.items():
+        wanted = most if limit is None else min(limit, most)
+        if wanted > 0:
+            return DraftOrder(kind, wanted)
+    return DraftOrder()
 
 
-class FixedLength:
+class Stateless:
+    """What controllers that learn nothing have in common."""
+
+    def observe(self, record: RoundRecord) -> None:
+        """Nothing to learn."""
+
+    def forget(self, request_id: int) -> None:
+        """Nothing to forget."""
+
+
+class FixedLength(Stateless):
     """Verify up to ``length`` drafts every round; None verifies whole proposals, 0 never drafts (plain decoding)."""
 
     def __init__(self, length: int | None) -> None:
         self.length = length
 
-    def draft_limit(self, request_id: int, max_draft: int) -> int:
-        return max_draft if self.length is None else min(self.length, max_draft)
+    def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
+        return first_drafter(state, self.length)
 
     def plan(self, drafts: Sequence[Draft]) -> VerifyPlan:
-        lengths = {d.request_id: self.draft_limit(d.request_id, len(d.token_ids)) for d in drafts}
-        return VerifyPlan(lengths)
-
-    def observe(self, record: RoundRecord) -> None:
-        pass
-
-
-def make_controller(name: str) -> Controller:
-    """A controller from its name on the command line. Raises PolicyError for any other."""
-    if name == "off":
-        return FixedLength(0)
-    kind, _, value = name.partition(":")
-    if kind == "fixed":
-        if value == "max":
-            return FixedLength(None)
-        if value.isascii() and value.isdigit():
-            return FixedLength(int(value))
-    raise PolicyError(f"unknown controller '{name}'; expected {NAMES}")
+        most = self.length
+        return VerifyPlan(
+            {d.request_id: len(d.token_ids) if most is None else min(most, len(d.token_ids)) for d in drafts}
+        )

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     )
     from dflash_ort.params import SamplingParams
     from dflash_ort.records import Chunk, RoundRecord, Statistics
-    from dflash_ort.runtime.engine import Engine, Generation
+    from dflash_ort.runtime.engine import Engine
+    from dflash_ort.runtime.stream import Generation, Stream
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "dflash_ort.runtime.engine",
-    "Generation": "dflash_ort.runtime.engine",
+    "Generation": "dflash_ort.runtime.stream",
+    "Stream": "dflash_ort.runtime.stream",
     "SamplingParams": "dflash_ort.params",
     "Chunk": "dflash_ort.records",
     "RoundRecord": "dflash_ort.records",
@@ -62,6 +64,7 @@ __all__ = [
     "RoundRecord",
     "SamplingParams",
     "Statistics",
+    "Stream",
 ]
 
 

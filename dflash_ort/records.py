@@ -10,6 +10,9 @@ from typing import Literal
 
 from dflash_ort.params import SamplingParams
 
+LOG_VERSION = 1
+"""Version of the round log's lines (docs/log-format.md)."""
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -46,6 +49,8 @@ class Draft:
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     match_length: int = 0
+    kind: str = "none"
+    """Which drafter proposed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class RequestRound:
     """Tokens in the cache when the round began."""
     log_probs: tuple[float, ...] = ()
     match_length: int = 0
+    kind: str = "none"
+    """Which drafter proposed; "none" where nobody was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,9 @@ class RoundRecord:
     """Query rows of the target pass, padding not counted."""
     pending_rows: int
     """Rows committed and not yet injected into the drafter when the round began."""
+    predicted_committed: float | None = None
+    predicted_seconds: float | None = None
+    """What the controller expected of the target pass and the rest; the draft, already made, is not in it."""
 
     @property
     def seconds(self) -> float:

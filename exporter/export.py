@@ -284,9 +284,9 @@ def _put_in_place(bundle: Path, output: Path, work: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     replaced = work / "replaced"
-    if output.exists():
-        os.rename(output, replaced)
     try:
+        if output.exists():
+            os.rename(output, replaced)
         os.rename(bundle, output)
     except BaseException:
         if replaced.exists():

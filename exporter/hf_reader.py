@@ -103,6 +103,7 @@ class ConfigValues:
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names first, in words fit for a message."""
     names = raw.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "checkpoint that names no architecture"
 
@@ -205,6 +206,7 @@ def _shape_and_dtype(name: str, handle: Any) -> tuple[tuple[int, ...], str]:
 
 
 def sha256_file(path: Path) -> str:
+    """The file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -246,6 +248,7 @@ def layer_tensor_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[i
 
 
 def llama_tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a Llama-shaped target."""
     shapes = layer_tensor_shapes(config, "model.")
     shapes["model.embed_tokens.weight"] = (config.vocab_size, config.hidden_size)
     shapes["model.norm.weight"] = (config.hidden_size,)

@@ -152,6 +152,7 @@ def _needed_files(manifest: Manifest) -> tuple[str, ...]:
 
 
 def file_entry(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 

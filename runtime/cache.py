@@ -60,12 +60,19 @@ class KVCache:
     def __init__(self, session: Any, shape: CacheShape, capacity: int) -> None:
         self.length = CacheLength(capacity)
         self.binding = Binding(session)
+        self._buffers: list[np.ndarray] = []
         size = (1, shape.num_kv_heads, capacity, shape.head_dim)
         for layer in range(shape.num_layers):
             for kind in ("key", "value"):
                 buffer = _reserve(size)
+                self._buffers.append(buffer)
                 self.binding.input(names.past(kind, layer), buffer)
                 self.binding.output(names.present(kind, layer), buffer)
+
+    def fill(self, value: float) -> None:
+        """Write every row, which makes all the memory real: for measuring only."""
+        for buffer in self._buffers:
+            buffer[...] = value
 
 
 def _reserve(shape: tuple[int, ...]) -> np.ndarray:

@@ -25,6 +25,8 @@ class Drafter(Protocol):
 
     max_draft: int
     """Most tokens a proposal can hold."""
+    is_free: bool
+    """A proposal costs microseconds, so it may be asked for before anything is decided."""
 
     @property
     def pending_rows(self) -> int:
@@ -44,6 +46,7 @@ class NoDrafter:
     """Proposes nothing: plain decoding through the same loop."""
 
     max_draft = 0
+    is_free = True
     pending_rows = 0
 
     def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
@@ -60,6 +63,7 @@ class NgramDrafter:
     look-ups whatever the length of the context.
     """
 
+    is_free = True
     pending_rows = 0
 
     def __init__(self, *, min_match: int = 2, max_match: int = 5, max_draft: int = 10) -> None:
@@ -77,8 +81,8 @@ class NgramDrafter:
             end = self._ends.get(tuple(self._tokens[-length:]))
             if end is not None:
                 following = self._tokens[end : end + limit]
-                return Draft(request.id, request.last_token, tuple(following), match_length=length)
-        return Draft(request.id, request.last_token)
+                return Draft(request.id, request.last_token, tuple(following), match_length=length, kind="ngram")
+        return Draft(request.id, request.last_token, kind="ngram")
 
     def _extend(self, request: Request) -> None:
         """Take in new tokens. An n-gram enters the table once a token follows it, so a suffix never matches itself."""
@@ -125,7 +129,7 @@ class DFlashModel:
     def __init__(self, session: Any, spec: DrafterSpec, *, vocabulary: Array, hidden_width: int) -> None:
         self._session, self.spec, self.vocabulary = session, spec, vocabulary
         self._ids, self._logprobs, self._logits = Scratch(np.int64), Scratch(np.float32), Scratch(np.float32)
-        self._injected, self._hidden_width = Scratch(np.float32), hidden_width
+        self._injected, self.hidden_width = Scratch(np.float32), hidden_width
         self._block = np.full((1, spec.block_size), spec.mask_token_id, np.int64)
         self._no_block = self._block[:, :0].copy()
         self._last_key, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
@@ -163,7 +167,7 @@ class DFlashModel:
 
     def _gather(self, pieces: Sequence[Array]) -> Array:
         """The pieces as one array ``[1, rows, taps * hidden]``, in memory that stays bound."""
-        rows = self._injected.take(1, sum(map(len, pieces)), self._hidden_width)
+        rows = self._injected.take(1, sum(map(len, pieces)), self.hidden_width)
         start = 0
         for piece in pieces:
             rows[0, start : start + len(piece)] = piece
@@ -183,6 +187,8 @@ class DFlashDrafter:
     ``choose`` draws the block's tokens from its logits, for sampled requests; None takes the graph's own argmax.
     """
 
+    is_free = False
+
     def __init__(self, model: DFlashModel, cache: KVCache, choose: DraftChooser | None) -> None:
         self._model, self._cache, self._choose = model, cache, choose
         self._pending = PendingRows()
@@ -199,7 +205,7 @@ class DFlashDrafter:
 
     def draft(self, request: Request, limit: int) -> Draft:
         if limit < 1:
-            return Draft(request.id, request.last_token)
+            return Draft(request.id, request.last_token, kind="dflash")
         while self._pending.count > INJECTION_CHUNK:
             self._inject()
         ids, log_probs, logits = self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), request.last_token)
@@ -207,7 +213,7 @@ class DFlashDrafter:
             drafted, evidence = ids[:limit].tolist(), log_probs[:limit].tolist()
         else:
             drafted, evidence = self._choose(logits[:limit], self._model.vocabulary)
-        return Draft(request.id, request.last_token, tuple(drafted), tuple(evidence))
+        return Draft(request.id, request.last_token, tuple(drafted), tuple(evidence), kind="dflash")
 
     def _inject(self) -> None:
         self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), None)

@@ -3,141 +3,44 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from dflash_ort.controller.fixed import make_controller
+from dflash_ort.controller.adaptive import Adaptive
+from dflash_ort.controller.cost import CostTable
+from dflash_ort.controller.names import GENERIC_COSTS, check_name, make_controller, needs_costs
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.params import SamplingParams
 from dflash_ort.progress import Progress, silent
-from dflash_ort.records import Chunk, FinishReason, Request, Statistics
+from dflash_ort.records import Chunk, Request, RoundRecord
+from dflash_ort.runtime import machine
 from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
 from dflash_ort.runtime.cache import Slot
+from dflash_ort.runtime.calibration import calibrate, known_costs, remember_costs
 from dflash_ort.runtime.decoding import Decoding
-from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter, NoDrafter
+from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter
 from dflash_ort.runtime.exactness import make_exact
+from dflash_ort.runtime.roundlog import RoundLog
 from dflash_ort.runtime.sampler import Sampler
-from dflash_ort.runtime.session import default_threads
+from dflash_ort.runtime.session import default_threads, runtime_version
 from dflash_ort.runtime.statistics import StatisticsBuilder
+from dflash_ort.runtime.stream import Generation, Lease, Stream
 from dflash_ort.runtime.text import Prompt
 
+logger = logging.getLogger("dflash_ort")
+
 DrafterName = Literal["auto", "dflash", "ngram", "none"]
-DEFAULT_CONTROLLER = "fixed:max"
+DEFAULT_CONTROLLER = "adaptive"
 PREFILL_CHUNK = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A whole answer. ``exact`` is False only when the engine was allowed to run where rows are not independent."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    seed: int
-    exact: bool
-    statistics: Statistics
-
-
-class Stream(Iterator[Chunk]):
-    """Iterates over an answer's chunks. ``seed`` and, as far as it has got, ``statistics`` can be read at any time.
-
-    Leaving it early (`break`, an exception, `close`) frees what it holds; several streams may be in progress at once.
-    """
-
-    def __init__(self, chunks: Iterator[Chunk], decoding: Decoding, release: Callable[[], None]) -> None:
-        self._chunks, self._decoding, self._release = chunks, decoding, release
-        self._text: list[str] = []
-
-    def __next__(self) -> Chunk:
-        try:
-            chunk = next(self._chunks)
-        except BaseException:
-            self.close()
-            raise
-        self._text.append(chunk.text)
-        return chunk
-
-    def close(self) -> None:
-        """Stop here. The finish reason of an answer that had not ended becomes "cancelled"."""
-        if self._decoding.request.finish_reason is None:
-            self._decoding.request.finish_reason = "cancelled"
-        self._chunks = iter(())
-        self._release()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def seed(self) -> int:
-        return self._decoding.request.seed
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._text)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens so far."""
-        return tuple(self._decoding.request.output_ids)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self._decoding.request.finish_reason
-
-    @property
-    def statistics(self) -> Statistics:
-        return self._decoding.statistics.build()
-
-
-class _Lease:
-    """A stream's hold on its slot, which goes back once, however often the stream is closed.
-
-    A stream may be closed by another thread in the middle of a round: then the slot goes back when the round is over,
-    lest the next request finds rows in it. (Each side sets its flag before it reads the other's, so no lock is needed,
-    which `__del__` could not take.)
-    """
-
-    def __init__(self, slot: Slot, free: list[Slot]) -> None:
-        self._slot, self._free = [slot], free
-        self._ended = self._in_use = False
-
-    def end(self) -> None:
-        self._ended = True
-        if not self._in_use:
-            self._give_back()
-
-    @contextmanager
-    def in_use(self) -> Iterator[bool]:
-        """For the time of a round; False when the lease has ended."""
-        self._in_use = True
-        try:
-            yield not self._ended
-        finally:
-            self._in_use = False
-            if self._ended:
-                self._give_back()
-
-    def _give_back(self) -> None:
-        with suppress(IndexError):
-            self._free.append(self._slot.pop())
 
 
 class Engine:
@@ -147,12 +50,25 @@ class Engine:
     """
 
     def __init__(
-        self, bundle: OpenBundle, *, max_context: int, exact: bool, threads: int, drafter: DrafterName, controller: str
-    ):
+        self,
+        bundle: OpenBundle,
+        *,
+        max_context: int,
+        exact: bool,
+        threads: int,
+        drafter: DrafterName,
+        controller: str,
+        calibrate: bool = True,
+        progress: Progress = silent,
+    ) -> None:
         self._bundle: OpenBundle | None = bundle
         self.manifest: Manifest = bundle.manifest
         self.max_context, self.exact, self.threads = max_context, exact, threads
         self._drafter_name, self._controller_name = drafter, controller
+        self._calibrate, self._progress = calibrate, progress
+        self._costs: CostTable | None = None
+        self._controllers: dict[str, Controller] = {}
+        self._log: RoundLog | None = None
         self._free: list[Slot] = []
         self._turn = threading.Lock()
         self._ids = itertools.count()
@@ -168,20 +84,25 @@ class Engine:
         max_context: int | None = None,
         allow_inexact: bool = False,
         session_options: Mapping[str, str] | None = None,
+        calibrate: bool = True,
+        log: str | Path | None = None,
+        log_text: bool = False,
         progress: Progress = silent,
     ) -> Engine:
         """Load a bundle.
 
-        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own. ``controller``: "off",
-        "fixed:N" or "fixed:max". ``max_context``: most tokens of prompt and answer, at most the bundle's.
-        ``session_options``: ONNX Runtime session options by name. ``progress`` is told of slow steps.
+        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own, and for the adaptive
+        controller n-gram lookup too. ``controller``: "adaptive", "off", "fixed:N", "fixed:max" or another rule's name.
+        ``max_context``: most tokens of prompt and answer, at most the bundle's. ``session_options``: ONNX Runtime
+        session options by name. ``calibrate``: measure what passes cost here, once, where the controller needs it.
+        ``log``: a file for the round log, without text unless ``log_text``. ``progress`` is told of slow steps.
 
         Raises BundleError for a directory that is not a usable bundle, InexactError when this machine does not
         compute rows independently of each other (unless ``allow_inexact``; results then say ``exact=False``),
         ProviderError for options.
         """
         threads = default_threads() if threads is None else threads
-        make_controller(controller)
+        check_name(controller)
         bundle = open_bundle(
             Path(directory),
             threads=threads,
@@ -206,8 +127,20 @@ class Engine:
             if not allow_inexact:
                 raise
             exact = False
-        engine = cls(bundle, max_context=context, exact=exact, threads=threads, drafter=drafter, controller=controller)
+        engine = cls(
+            bundle,
+            max_context=context,
+            exact=exact,
+            threads=threads,
+            drafter=drafter,
+            controller=controller,
+            calibrate=calibrate,
+            progress=progress,
+        )
         engine.max_draft(drafter)
+        engine._controller(controller)
+        if log is not None:
+            engine._log = RoundLog(log, with_text=log_text, common=engine._log_common())
         return engine
 
     def stream(
@@ -220,13 +153,14 @@ class Engine:
         drafter: DrafterName | None = None,
         controller: str | Controller | None = None,
         prefill_pieces: Sequence[int] | None = None,
+        on_round: Callable[[RoundRecord], None] | None = None,
     ) -> Stream:
         """Answer piece by piece.
 
         ``prompt``: text (one user message, unless ``raw`` or the bundle has no chat template), chat messages, or
         token ids. ``template_arguments`` go to the chat template. ``drafter`` and ``controller`` override the
         engine's. ``prefill_pieces`` cuts the prompt's prefill into these row counts instead of the default; the
-        text is the same.
+        text is the same. ``on_round`` is told of every round, from inside it.
 
         Raises RequestError for a prompt or parameters that cannot be used, before anything runs.
         """
@@ -242,12 +176,21 @@ class Engine:
             )
         name = drafter or self._drafter_name
         self.max_draft(name)
-        controller = self._controller_name if controller is None else controller
-        if isinstance(controller, str):
-            controller = make_controller(controller)
+        label = self._controller_name if controller is None else controller
+        chosen = self._controller(label) if isinstance(label, str) else label
+        kinds = self._kinds(name, chosen)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         request = Request(next(self._ids), ids, params, seed)
-        return self._start(bundle, request, name, controller, pieces)
+        stream = self._start(bundle, request, kinds, chosen, pieces, on_round)
+        if self._log is not None:
+            shown = label if isinstance(label, str) else type(label).__name__
+            template = {
+                "sha256": bundle.text.template_sha256,
+                "arguments": sorted(template_arguments or {}),
+                "raw": raw,
+            }
+            self._log.request(request, controller=shown, drafters=kinds, template=template)
+        return stream
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Generation:
         """Answer in one piece; arguments as for `stream`."""
@@ -274,6 +217,8 @@ class Engine:
         """Free the graphs and caches. Streams in progress end with an error at their next chunk."""
         self._bundle = None
         self._free.clear()
+        if self._log is not None:
+            self._log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -310,29 +255,55 @@ class Engine:
             )
 
     def _start(
-        self, bundle: OpenBundle, request: Request, name: DrafterName, controller: Controller, pieces: Sequence[int]
+        self,
+        bundle: OpenBundle,
+        request: Request,
+        kinds: Sequence[str],
+        controller: Controller,
+        pieces: Sequence[int],
+        on_round: Callable[[RoundRecord], None] | None,
     ) -> Stream:
         spec, params = self.manifest.target, request.params
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
         sampler = Sampler(params, request.seed, request.prompt_ids, vocab_size=spec.vocab_size, stop_ids=stops)
         room = self.max_context - len(request.prompt_ids)
+        most = min(params.max_new_tokens or room, room)
         slot = self._take_slot(bundle)
         decoding = Decoding(
             request=request,
             target=bundle.target,
             cache=slot.target,
-            drafter=self._make_drafter(bundle, name, slot, sampler),
+            drafters={kind: self._make_drafter(bundle, kind, slot, sampler) for kind in kinds},
             controller=controller,
             sampler=sampler,
-            answer=Answer(
-                request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=min(params.max_new_tokens or room, room)
-            ),
+            answer=Answer(request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=most),
             statistics=StatisticsBuilder(request.id, len(request.prompt_ids)),
+            on_round=self._observer(request, on_round),
         )
-        lease = _Lease(slot, self._free)
-        return Stream(self._in_turn(decoding.chunks(pieces), lease), decoding, lease.end)
+        lease = Lease(slot, self._free)
 
-    def _in_turn(self, chunks: Iterator[Chunk], lease: _Lease) -> Iterator[Chunk]:
+        def release() -> None:
+            lease.end()
+            controller.forget(request.id)
+
+        return Stream(self._in_turn(decoding.chunks(pieces), lease), decoding, release, self._log)
+
+    def _observer(
+        self, request: Request, on_round: Callable[[RoundRecord], None] | None
+    ) -> Callable[[RoundRecord], None] | None:
+        """Who is told of a request's rounds: the log, and the caller."""
+        log = self._log
+        if log is None:
+            return on_round
+
+        def observe(record: RoundRecord) -> None:
+            log.round(request, record)
+            if on_round is not None:
+                on_round(record)
+
+        return observe
+
+    def _in_turn(self, chunks: Iterator[Chunk], lease: Lease) -> Iterator[Chunk]:
         """One round at a time: the models' output buffers are shared."""
         while True:
             with self._turn, lease.in_use() as usable:
@@ -342,14 +313,61 @@ class Engine:
                 return
             yield chunk
 
-    def _make_drafter(self, bundle: OpenBundle, name: DrafterName, slot: Slot, sampler: Sampler) -> Drafter:
+    def _kinds(self, name: DrafterName, controller: Controller) -> list[str]:
+        """The drafters that a request may use, the free one first: all for a controller that chooses among them."""
         kind = self._kind(name)
-        if kind == "dflash":
-            assert bundle.dflash is not None
-            assert slot.drafter is not None
-            graph_chooses = sampler.params.is_greedy and not sampler.params.changes_logits
-            return DFlashDrafter(bundle.dflash, slot.drafter, None if graph_chooses else sampler.choose_drafts)
-        return NgramDrafter() if kind == "ngram" else NoDrafter()
+        if kind == "none":
+            return []
+        if name == "auto" and kind == "dflash" and isinstance(controller, Adaptive):
+            return ["ngram", "dflash"]
+        return [kind]
+
+    def _make_drafter(self, bundle: OpenBundle, kind: str, slot: Slot, sampler: Sampler) -> Drafter:
+        if kind == "ngram":
+            return NgramDrafter()
+        assert bundle.dflash is not None
+        assert slot.drafter is not None
+        graph_chooses = sampler.params.is_greedy and not sampler.params.changes_logits
+        return DFlashDrafter(bundle.dflash, slot.drafter, None if graph_chooses else sampler.choose_drafts)
+
+    def _controller(self, name: str) -> Controller:
+        """The engine's controller of this name: one for all requests, so that what one teaches the next has."""
+        known = self._controllers.get(name)
+        if known is None:
+            costs = self.costs() if needs_costs(name) else GENERIC_COSTS
+            known = self._controllers.setdefault(name, make_controller(name, costs))
+        return known
+
+    def costs(self) -> CostTable:
+        """What passes cost here: measured once for this bundle and machine, and kept; a generic shape without
+        calibration.
+        """
+        if self._costs is not None:
+            return self._costs
+        known, warning = known_costs(self.manifest, self.threads)
+        if warning:
+            logger.warning("%s", warning)
+        if known is None and self._calibrate:
+            with self._turn:
+                known = calibrate(
+                    self._opened(), threads=self.threads, max_context=self.max_context, progress=self._progress
+                )
+            if warning := remember_costs(self.manifest, self.threads, known):
+                logger.warning("%s", warning)
+        self._costs = known or GENERIC_COSTS
+        return self._costs
+
+    def _log_common(self) -> dict[str, Any]:
+        """What the log says of this engine with every request."""
+        return {
+            "bundle": {
+                "name": self.manifest.name,
+                "identity": self.manifest.identity,
+                "precision": self.manifest.precision,
+            },
+            "machine": {"cpu": machine.cpu_model(), "threads": self.threads, "onnxruntime": runtime_version()},
+            "exact": self.exact,
+        }
 
     def _take_slot(self, bundle: OpenBundle) -> Slot:
         with suppress(IndexError):  # not "if self._free": another thread may take the last one in between

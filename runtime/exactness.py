@@ -7,11 +7,6 @@ depend on.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +14,8 @@ import numpy as np
 from dflash_ort.errors import InexactError
 from dflash_ort.models.paths import cache_dir
 from dflash_ort.progress import Progress
-from dflash_ort.runtime import machine
-from dflash_ort.runtime.session import PROVIDER, runtime_version
+from dflash_ort.runtime.machine import machine_key
+from dflash_ort.runtime.stored import load_json, store_json
 from dflash_ort.runtime.target import TargetModel
 
 ROW_COUNTS = (1, 2, 3, 8, 17)
@@ -79,12 +74,13 @@ def make_exact(
 
     ``identity`` is the bundle's. A verdict already in the user's cache is believed.
     """
-    key = _key(identity, threads, prefill_chunk, target)
-    floor = _remembered(key)
-    if floor is None:
+    path = _path(identity, threads, prefill_chunk, target)
+    known, _ = load_json(path, "the exactness probe's verdict")
+    floor = (known or {}).get("row_floor")
+    if floor not in (0, 1, 2):
         progress("checking that this machine computes rows exactly (once per bundle and machine)")
         floor = least_exact_floor(target, prefill_chunk=prefill_chunk, max_context=max_context)
-        _remember(key, floor)
+        store_json(path, {"row_floor": floor}, "the exactness probe's verdict")
     target.row_floor = max(floor, 1)
     if floor == 0:
         raise InexactError(
@@ -105,39 +101,12 @@ def least_exact_floor(target: TargetModel, *, prefill_chunk: int, max_context: i
     return 0
 
 
-def _key(identity: str, threads: int, prefill_chunk: int, target: TargetModel) -> str:
-    parts = {
-        "probe": PROBE_VERSION,
-        "bundle": identity,
-        "cpu": machine.cpu_model(),
-        "features": machine.cpu_features(),
-        "onnxruntime": runtime_version(),
-        "provider": PROVIDER,
-        "threads": threads,
-        "prefill_chunk": prefill_chunk,
-        "attention_floor": target.attention_floor,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _path(key: str) -> Path:
+def _path(identity: str, threads: int, prefill_chunk: int, target: TargetModel) -> Path:
+    key = machine_key(
+        bundle=identity,
+        threads=threads,
+        probe=PROBE_VERSION,
+        prefill_chunk=prefill_chunk,
+        attention_floor=target.attention_floor,
+    )
     return cache_dir() / "exactness" / f"{key}.json"
-
-
-def _remembered(key: str) -> int | None:
-    try:
-        floor = json.loads(_path(key).read_text("utf-8"))["row_floor"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return floor if floor in (0, 1, 2) else None
-
-
-def _remember(key: str, floor: int) -> None:
-    """Keep the verdict; a cache that cannot be written costs a probe next time, no more."""
-    path = _path(key)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"row_floor": floor}, file)
-        os.replace(name, path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from functools import cache
 from pathlib import Path
+
+from dflash_ort.runtime.session import PROVIDER, runtime_version
 
 # What decides which kernels ONNX Runtime and its libraries take.
 _TELLING_FLAGS = (
@@ -53,3 +57,15 @@ def cpu_features() -> tuple[str, ...]:
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     return tuple(flag for flag in _TELLING_FLAGS if flag in flags)
+
+
+def machine_key(**parts: object) -> str:
+    """A short hash of everything that bits and speed depend on here, and of ``parts``."""
+    everything = {
+        "cpu": cpu_model(),
+        "features": cpu_features(),
+        "onnxruntime": runtime_version(),
+        "provider": PROVIDER,
+        **parts,
+    }
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]

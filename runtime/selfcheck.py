@@ -7,13 +7,14 @@ twin, and the drafter is measured on prompts, since a drafter wired wrongly cost
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dflash_ort.controller.fixed import FixedLength
-from dflash_ort.errors import BundleError
+from dflash_ort.errors import BundleError, RequestError
 from dflash_ort.models.manifest import DrafterCheck, Quality, SelfCheck
 from dflash_ort.models.texts import CheckTexts, selfcheck_texts
 from dflash_ort.params import SamplingParams
@@ -147,7 +148,10 @@ def _drafter(directory: Path, texts: CheckTexts, progress: Progress) -> DrafterC
     with Engine.load(directory, allow_inexact=True) as engine:
         for done, prompt in enumerate(texts.prompts):
             progress("self-check: drafter", done / len(texts.prompts))
-            engine.generate(prompt, SamplingParams(max_new_tokens=DRAFT_TOKENS), drafter="dflash", controller=counter)
+            with suppress(RequestError):  # a prompt that does not fit a small context
+                engine.generate(
+                    prompt, SamplingParams(max_new_tokens=DRAFT_TOKENS), drafter="dflash", controller=counter
+                )
         max_draft = engine.max_draft("dflash")
     if not counter.rounds:
         return DrafterCheck(acceptance_length=1.0, survival=(0.0,) * max_draft, verify_rounds=0)

@@ -71,15 +71,17 @@ def open_session(path: Path, *, threads: int, options: Mapping[str, str]) -> Any
     for name, value in options.items():
         so.add_session_config_entry(name, value)
     try:
-        return ort.InferenceSession(os.fspath(path), so, providers=[PROVIDER])
+        return ort.InferenceSession(os.fspath(path), so, providers=[PROVIDER], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         reason = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason}") from error
 
 
 def runtime_version() -> str:
+    """ONNX Runtime's version."""
     return str(ort.__version__)
 
 
 def available_providers() -> list[str]:
+    """The providers that this build of ONNX Runtime has."""
     return list(ort.get_available_providers())

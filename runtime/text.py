@@ -69,6 +69,8 @@ class Text:
             raise BundleError(f"'{path}' cannot be read ({_one_line(error)}); export the bundle again") from error
         template = directory / CHAT_TEMPLATE
         self.template: ChatTemplate | None = None
+        entry = manifest.files.get(CHAT_TEMPLATE)
+        self.template_sha256 = entry.sha256 if entry else None
         if CHAT_TEMPLATE in manifest.files:
             try:
                 source = template.read_text("utf-8")

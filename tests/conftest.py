@@ -70,7 +70,9 @@ def default_bundle(tmp_path_factory: pytest.TempPathFactory, default_target: Pat
     def make(precision: Precision = "fp32") -> Path:
         output = root / precision
         drafter = read_drafter_option(str(drafter_dir(PRESETS["smollm2-135m"])))
-        export_bundle(read_target(default_target), drafter, output, ExportOptions(precision=precision, draft_precision=precision))
+        export_bundle(
+            read_target(default_target), drafter, output, ExportOptions(precision=precision, draft_precision=precision)
+        )
         return output
 
     return make

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dflash_ort.controller.fixed import FixedLength
-from dflash_ort.controller.protocol import Controller
+from dflash_ort.controller.fixed import FixedLength, first_drafter
+from dflash_ort.controller.protocol import Controller, DraftOrder, RoundState
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.models.spec import DrafterSpec, ModelSpec
 from dflash_ort.params import SamplingParams
@@ -156,6 +156,7 @@ class OracleDrafter:
     """
 
     pending_rows = 0
+    is_free = False
 
     def __init__(
         self,
@@ -199,7 +200,20 @@ class OracleDrafter:
         return int((np.array(self.survival) > self._rng.random()).sum())
 
 
-class RandomLengths:
+class Limited:
+    """A controller by two methods: `draft_limit`, how many drafts it could use, and `plan`."""
+
+    def draft_limit(self, request_id: int, max_draft: int) -> int:
+        return max_draft
+
+    def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
+        return first_drafter(state, self.draft_limit(state.request_id, max(state.limits.values(), default=0)))
+
+    def forget(self, request_id: int) -> None:
+        pass
+
+
+class RandomLengths(Limited):
     """Another limit and another verify length every round, 0 included."""
 
     def __init__(self, seed: int) -> None:
@@ -216,12 +230,15 @@ class RandomLengths:
         self.records.append(record)
 
 
-class WatchedLength(FixedLength):
+class WatchedLength(Limited, FixedLength):
     """A fixed length that keeps the records it is shown."""
 
     def __init__(self, length: int | None) -> None:
-        super().__init__(length)
+        FixedLength.__init__(self, length)
         self.records: list[RoundRecord] = []
+
+    def draft_limit(self, request_id: int, max_draft: int) -> int:
+        return max_draft if self.length is None else min(self.length, max_draft)
 
     def observe(self, record: RoundRecord) -> None:
         self.records.append(record)
@@ -272,7 +289,7 @@ def start(
         request=request,
         target=model,
         cache=cache,
-        drafter=drafter,
+        drafters={"scripted": drafter},
         controller=controller,
         sampler=Sampler(params, seed, request.prompt_ids, vocab_size=target.spec.vocab_size, stop_ids=stops),
         answer=Answer(
@@ -286,6 +303,9 @@ class GivenDrafterEngine(Engine):
     """An engine that takes its next request's drafter from ``next_drafter`` when one is set."""
 
     next_drafter: Callable[[], Drafter] | None = None
+
+    def _kinds(self, name: Any, controller: Any) -> list[str]:
+        return ["scripted"] if self.next_drafter is not None else super()._kinds(name, controller)
 
     def _make_drafter(self, bundle: OpenBundle, name: Any, slot: Slot, sampler: Sampler) -> Drafter:
         if self.next_drafter is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflash_ort.controller.fixed import make_controller
+from dflash_ort.controller.names import GENERIC_COSTS, make_controller
 from dflash_ort.params import SamplingParams
 from dflash_ort.records import Draft, Request
 from dflash_ort.runtime.drafters import NoDrafter
@@ -62,14 +62,16 @@ def test_end_of_sequence_accepted_in_mid_block_ends_the_answer_there(length: str
     text = "abcdefghijkl"
     answer = [*byte_ids(text[:place]), EOS, *byte_ids("never shown, never counted")]
     for params in (SamplingParams(), SamplingParams(temperature=0.7, seed=3), SamplingParams(max_new_tokens=place + 1)):
-        controller = WatchedLength(getattr(make_controller(length), "length"))  # noqa: B009  FixedLength's
+        controller = WatchedLength(getattr(make_controller(length, GENERIC_COSTS), "length"))  # noqa: B009  FixedLength's
         chunks, stream = in_chunks(scripted(answer), params, controller=controller)
         assert stream.token_ids == tuple(answer[: place + 1])
         assert (stream.text, stream.finish_reason) == (text[:place], "stop")
         assert [t for chunk in chunks for t in chunk.token_ids] == answer[: place + 1]
         assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
         decoding = stream._decoding
-        assert decoding.cache.valid == decoding.drafter.seen == [*PROMPT, *answer[:place]], "kept behind the end"
+        assert decoding.cache.valid == decoding.drafters["scripted"].seen == [*PROMPT, *answer[:place]], (
+            "kept behind the end"
+        )
         assert len(decoding.sampler.history) == place + 1
         statistics = stream.statistics
         assert statistics.committed == place + 1
