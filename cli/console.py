@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,20 @@ def complain(message: str) -> None:
 def warn(message: str) -> None:
     """One line on standard error about something that may not be meant, and is done nevertheless."""
     complain(f"warning: {message}")
+
+
+class _Warnings(logging.Handler):
+    """The library's warnings as lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(record.getMessage())
+
+
+def show_log_warnings() -> None:
+    """Show what the library logs as a warning; once, however often it is called."""
+    log = logging.getLogger("dflash_ort")
+    log.propagate = False
+    log.handlers = [_Warnings()]
 
 
 class ProgressBar:

@@ -11,6 +11,7 @@ import click
 
 from dflash_ort import __version__
 from dflash_ort.cli.console import ProgressBar
+from dflash_ort.defaults import DEFAULT_CONTROLLER
 from dflash_ort.errors import DFlashError, InexactError
 from dflash_ort.models.manifest import MANIFEST
 from dflash_ort.models.paths import cache_dir, default_bundle
@@ -67,7 +68,7 @@ def _default_bundle(progress: ProgressBar) -> dict[str, str]:
     path = default_bundle()
     if not (path / MANIFEST).is_file():
         return {"default bundle": "none yet; make it with 'dflash-ort export'"}
-    from dflash_ort.runtime.engine import DEFAULT_CONTROLLER, Engine
+    from dflash_ort.runtime.engine import Engine
 
     try:
         with Engine.load(path, progress=progress) as engine:

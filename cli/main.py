@@ -11,7 +11,8 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from dflash_ort import __version__
-from dflash_ort.cli.console import complain
+from dflash_ort.cli.calibrate import calibrate
+from dflash_ort.cli.console import complain, show_log_warnings
 from dflash_ort.cli.doctor import doctor
 from dflash_ort.cli.export import export
 from dflash_ort.cli.inspect import inspect
@@ -46,7 +47,7 @@ def cli() -> None:
     """
 
 
-for command in (export, run, inspect, doctor):
+for command in (export, run, inspect, calibrate, doctor):
     cli.add_command(command)
 
 
@@ -56,6 +57,7 @@ def main() -> None:
     """
     open_streams()
     end_on_signals()
+    show_log_warnings()
     try:
         # click itself ends the process, with status 1 and no word, when whoever read our output has left.
         sys.exit(cli.main(standalone_mode=False, prog_name="dflash-ort"))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from dflash_ort.defaults import DEFAULT_CONTROLLER
 from dflash_ort.models.manifest import MANIFEST
 from dflash_ort.models.paths import default_bundle
 from dflash_ort.params import SamplingParams
@@ -107,6 +108,19 @@ def engine_options(function: F) -> F:
                 show_default=True,
                 help="Who drafts; auto: the bundle's.",
             ),
+            click.option(
+                "--controller",
+                default=DEFAULT_CONTROLLER,
+                show_default=True,
+                metavar="NAME",
+                help="How many drafts to verify a round: adaptive, off, fixed:N, fixed:max, threshold:P, hill-climb, "
+                "step-ratio.",
+            ),
+            click.option(
+                "--no-calibrate", is_flag=True, help="Do not measure this machine, where that was not done yet."
+            ),
+            click.option("--log", type=click.Path(), help="Append the round log to this file; no text is logged."),
+            click.option("--log-text", is_flag=True, help="Log prompts and answers too."),
             click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]"),
             click.option(
                 "--max-context", type=int, help="Most tokens of prompt and answer together.  [default: the bundle's]"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_ort.cli.console import ProgressBar, complain, warn
+from dflash_ort.cli.explain import explain
 from dflash_ort.cli.options import (
     engine_options,
     find_bundle,
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
 @click.option(
     "--template-arg", multiple=True, metavar="NAME=VALUE", help="An argument for the chat template; may be repeated."
 )
-@click.option(
-    "--controller", help="off, fixed:N or fixed:max: how many drafts to verify a round.  [default: fixed:max]"
-)
 @sampling_options
 @engine_options
+@click.option(
+    "--explain",
+    "explained",
+    is_flag=True,
+    help="Show what was expected of each round and what came, on standard error.",
+)
 @click.option("--stats", is_flag=True, help="Show counts and times on standard error.")
 @click.option(
     "--compare", is_flag=True, help="Decode plainly too, and show the speed-up and whether the tokens are the same."
@@ -65,17 +69,20 @@ def run(bundle_and_prompt: tuple[str, ...], **options: Any) -> None:
     if prompt is None and not sys.stdin.isatty():
         prompt = _read_standard_input()
     _check_prompt(prompt, options)
-    from dflash_ort.runtime.engine import DEFAULT_CONTROLLER, Engine
+    from dflash_ort.runtime.engine import Engine
 
     with ProgressBar() as progress:
         engine = Engine.load(
             path,
             threads=options["threads"],
             drafter=options["drafter"],
-            controller=options["controller"] or DEFAULT_CONTROLLER,
+            controller=options["controller"],
             max_context=options["max_context"],
             allow_inexact=options["allow_inexact"],
             session_options=named_values(options["session_options"], "--session-option"),
+            calibrate=not options["no_calibrate"],
+            log=options["log"],
+            log_text=options["log_text"],
             progress=progress,
         )
     with engine:
@@ -127,9 +134,9 @@ def _read_standard_input() -> str:
     return text[:-1] if text.endswith("\n") else text
 
 
-def _warn_about_length(engine: Engine, controller: str | None) -> None:
+def _warn_about_length(engine: Engine, controller: str) -> None:
     """Say so, once, when more drafts are asked for than the drafter can propose."""
-    kind, _, value = (controller or "").partition(":")
+    kind, _, value = controller.partition(":")
     most = engine.max_draft()
     if kind == "fixed" and value.isdigit() and int(value) > most:
         warn(f"{controller} asks for more than the drafter proposes; {most} at most will be verified")
@@ -221,6 +228,7 @@ class _Session:
             self.params,
             raw=self.options["raw"],
             template_arguments=self.templating,
+            on_round=explain if self.options["explained"] else None,
         )
 
     def _show(self, stream: Stream) -> None:

@@ -26,6 +26,15 @@ def statistics_lines(s: Statistics, seed: int, finish_reason: FinishReason | Non
         lines.append(
             "time       " + ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts) + f" of {total:.2f} s"
         )
+    if s.survival:
+        lines.append("survival   " + ", ".join(f"{share:.2f}" for share in s.survival[:8]))
+    if s.predicted_committed is not None and s.predicted_seconds is not None:
+        lines.append(
+            f"predicted  {s.predicted_committed:.0f} tokens in {s.predicted_seconds:.2f} s without drafting; "
+            f"{s.predicted_rounds_committed} in {s.predicted_rounds_seconds:.2f} s came"
+        )
+    if s.plain_seconds is not None and total > 0:
+        lines.append(f"plain      would have taken about {s.plain_seconds:.2f} s, by this machine's calibrated costs")
     return lines
 
 
@@ -38,8 +47,8 @@ def comparison(plain: Generation, speculative: Generation) -> str:
     )
     slow, fast = plain.statistics.tokens_per_second, speculative.statistics.tokens_per_second
     if not slow or not fast:
-        return f"plain      too short an answer to compare speeds; {same}"
-    return f"plain      {slow:.1f} tokens/s plain, {fast:.1f} with speculation: {fast / slow:.2f}x; {same}"
+        return f"measured   too short an answer to compare speeds; {same}"
+    return f"measured   {slow:.1f} tokens/s plain, {fast:.1f} with speculation: {fast / slow:.2f}x; {same}"
 
 
 def _number(value: float | None, pattern: str) -> str:

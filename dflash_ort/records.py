@@ -166,3 +166,13 @@ class Statistics:
     sample_s: float
     other_s: float
     tokens_per_second: float | None
+    survival: tuple[float, ...] = ()
+    """Of the rounds that verified at least i drafts, the share that accepted i of them, i = 1, 2, ..."""
+    predicted_committed: float | None = None
+    """Tokens that the controller expected of the rounds that it made a prediction for, and (below) what they gave."""
+    predicted_rounds_committed: int = 0
+    predicted_seconds: float | None = None
+    """Seconds that it expected of those rounds, drafting left out, and (below) what they took."""
+    predicted_rounds_seconds: float = 0.0
+    plain_seconds: float | None = None
+    """What plain decoding would have taken for the same tokens, by the cost table; None without one."""

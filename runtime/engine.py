@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,9 @@ from typing import Any, Literal, Self, get_args
 
 from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.cost import CostTable
-from dflash_ort.controller.names import GENERIC_COSTS, check_name, make_controller, needs_costs
+from dflash_ort.controller.names import check_name
 from dflash_ort.controller.protocol import Controller
+from dflash_ort.defaults import DEFAULT_CONTROLLER
 from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.params import SamplingParams
@@ -25,7 +25,8 @@ from dflash_ort.runtime import machine
 from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
 from dflash_ort.runtime.cache import Slot
-from dflash_ort.runtime.calibration import calibrate, known_costs, remember_costs
+from dflash_ort.runtime.calibration import calibrate, remember_costs
+from dflash_ort.runtime.controllers import Controllers, plain_pass
 from dflash_ort.runtime.decoding import Decoding
 from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter
 from dflash_ort.runtime.exactness import make_exact
@@ -36,10 +37,7 @@ from dflash_ort.runtime.statistics import StatisticsBuilder
 from dflash_ort.runtime.stream import Generation, Lease, Stream
 from dflash_ort.runtime.text import Prompt
 
-logger = logging.getLogger("dflash_ort")
-
 DrafterName = Literal["auto", "dflash", "ngram", "none"]
-DEFAULT_CONTROLLER = "adaptive"
 PREFILL_CHUNK = 256
 
 
@@ -65,9 +63,8 @@ class Engine:
         self.manifest: Manifest = bundle.manifest
         self.max_context, self.exact, self.threads = max_context, exact, threads
         self._drafter_name, self._controller_name = drafter, controller
-        self._calibrate, self._progress = calibrate, progress
-        self._costs: CostTable | None = None
-        self._controllers: dict[str, Controller] = {}
+        self._progress = progress
+        self._controllers = Controllers(bundle.manifest, threads, self._measure if calibrate else None)
         self._log: RoundLog | None = None
         self._free: list[Slot] = []
         self._turn = threading.Lock()
@@ -138,7 +135,7 @@ class Engine:
             progress=progress,
         )
         engine.max_draft(drafter)
-        engine._controller(controller)
+        engine._controllers.get(controller)
         if log is not None:
             engine._log = RoundLog(log, with_text=log_text, common=engine._log_common())
         return engine
@@ -177,7 +174,7 @@ class Engine:
         name = drafter or self._drafter_name
         self.max_draft(name)
         label = self._controller_name if controller is None else controller
-        chosen = self._controller(label) if isinstance(label, str) else label
+        chosen = self._controllers.get(label) if isinstance(label, str) else label
         kinds = self._kinds(name, chosen)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         request = Request(next(self._ids), ids, params, seed)
@@ -277,7 +274,7 @@ class Engine:
             controller=controller,
             sampler=sampler,
             answer=Answer(request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=most),
-            statistics=StatisticsBuilder(request.id, len(request.prompt_ids)),
+            statistics=StatisticsBuilder(request.id, len(request.prompt_ids), plain_pass(controller)),
             on_round=self._observer(request, on_round),
         )
         lease = Lease(slot, self._free)
@@ -330,32 +327,27 @@ class Engine:
         graph_chooses = sampler.params.is_greedy and not sampler.params.changes_logits
         return DFlashDrafter(bundle.dflash, slot.drafter, None if graph_chooses else sampler.choose_drafts)
 
-    def _controller(self, name: str) -> Controller:
-        """The engine's controller of this name: one for all requests, so that what one teaches the next has."""
-        known = self._controllers.get(name)
-        if known is None:
-            costs = self.costs() if needs_costs(name) else GENERIC_COSTS
-            known = self._controllers.setdefault(name, make_controller(name, costs))
-        return known
-
     def costs(self) -> CostTable:
-        """What passes cost here: measured once for this bundle and machine, and kept; a generic shape without
-        calibration.
+        """What passes cost here, measured first where that was not done yet."""
+        return self._controllers.costs()
+
+    def calibrate(self, seconds: float) -> tuple[CostTable, str | None]:
+        """Measure costs anew for about ``seconds`` and keep them for the next time this bundle is loaded.
+
+        Returns them, and a warning where they could not be kept.
         """
-        if self._costs is not None:
-            return self._costs
-        known, warning = known_costs(self.manifest, self.threads)
-        if warning:
-            logger.warning("%s", warning)
-        if known is None and self._calibrate:
-            with self._turn:
-                known = calibrate(
-                    self._opened(), threads=self.threads, max_context=self.max_context, progress=self._progress
-                )
-            if warning := remember_costs(self.manifest, self.threads, known):
-                logger.warning("%s", warning)
-        self._costs = known or GENERIC_COSTS
-        return self._costs
+        costs = self._measure(seconds)
+        return costs, remember_costs(self.manifest, self.threads, costs)
+
+    def _measure(self, seconds: float) -> CostTable:
+        with self._turn:
+            return calibrate(
+                self._opened(),
+                threads=self.threads,
+                max_context=self.max_context,
+                progress=self._progress,
+                seconds=seconds,
+            )
 
     def _log_common(self) -> dict[str, Any]:
         """What the log says of this engine with every request."""

@@ -1,0 +1,57 @@
+"""An engine's controllers and the costs they read: made when first asked for, one of a name for all requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from dflash_ort.controller.cost import CostTable
+from dflash_ort.controller.names import GENERIC_COSTS, make_controller, needs_costs
+from dflash_ort.controller.protocol import Controller
+from dflash_ort.models.manifest import Manifest
+from dflash_ort.runtime.calibration import SECONDS, known_costs, remember_costs
+
+logger = logging.getLogger("dflash_ort")
+
+
+class Controllers:
+    """Controllers by name. One serves all requests, so that what one request teaches the next has.
+
+    ``measure`` measures costs for about so many seconds; None where calibration was turned off.
+    """
+
+    def __init__(self, manifest: Manifest, threads: int, measure: Callable[[float], CostTable] | None) -> None:
+        self._manifest, self._threads, self._measure = manifest, threads, measure
+        self._costs: CostTable | None = None
+        self._made: dict[str, Controller] = {}
+
+    def get(self, name: str) -> Controller:
+        """The controller of this name. Raises PolicyError for an unknown one."""
+        known = self._made.get(name)
+        if known is None:
+            costs = self.costs() if needs_costs(name) else GENERIC_COSTS
+            known = self._made.setdefault(name, make_controller(name, costs))
+        return known
+
+    def costs(self) -> CostTable:
+        """What passes cost here: measured once for this bundle and machine, and kept; else a generic shape."""
+        if self._costs is None:
+            known, warning = known_costs(self._manifest, self._threads)
+            if warning:
+                logger.warning("%s", warning)
+            self._costs = known or (GENERIC_COSTS if self._measure is None else self._measured(self._measure))
+        return self._costs
+
+    def _measured(self, measure: Callable[[float], CostTable]) -> CostTable:
+        costs = measure(SECONDS)
+        if warning := remember_costs(self._manifest, self._threads, costs):
+            logger.warning("%s", warning)
+        return costs
+
+
+def plain_pass(controller: Controller) -> Callable[[int], float] | None:
+    """Seconds of a plain round behind a context, where the controller knows costs."""
+    costs = getattr(controller, "costs", None)
+    if costs is None:
+        return None
+    return lambda context: float(costs.verify(1, context)[0]) + costs.other()
