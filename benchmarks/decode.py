@@ -1,12 +1,12 @@
 """Decoding speed side by side: plain, plain without the attention floor, n-gram and DFlash at fixed lengths.
 
-One process, one prompt at a time, every configuration on it in an order that alternates, so that the machine's drift falls on all
-alike. Speeds are of the rounds after prefill. The last line is one JSON object.
+One process, one prompt at a time, every configuration on it in an order that alternates, so that the machine's
+drift falls on all alike. Speeds are of the rounds after prefill. The last line is one JSON object.
 
     python -m benchmarks.decode --prompts FILE.jsonl --per-suite 2 --bundle fp32=DIR --unpadded fp32=DIR
 
-An unpadded bundle is one exported with ``pad_attention=False`` (`python -m benchmarks.unpadded`): its plain decoding is the fastest
-there is, and its last bits may differ from what speculation verifies.
+An unpadded bundle is one exported with ``pad_attention=False`` (`python -m benchmarks.unpadded`): its plain
+decoding is the fastest there is, and its last bits may differ from what speculation verifies.
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ def main() -> None:
 
 
 def _measure(
-    engine: Engine, unpadded: Engine | None, prompts: list[str], sampling: str, arguments: argparse.Namespace, timer: Timer
+    engine: Engine,
+    unpadded: Engine | None,
+    prompts: list[str],
+    sampling: str,
+    arguments: argparse.Namespace,
+    timer: Timer,
 ) -> dict[str, Tally]:
     configurations = [("off", engine, "none", "off")]
     if unpadded is not None:
@@ -94,7 +99,7 @@ def _measure(
     params = SamplingParams(
         max_new_tokens=arguments.max_new_tokens, seed=SEED, ignore_eos=arguments.ignore_eos, **SAMPLINGS[sampling]
     )
-    for name, chosen, drafter, controller in configurations:  # warm-up, not counted
+    for _, chosen, drafter, controller in configurations:  # warm-up, not counted
         chosen.generate(prompts[0], SamplingParams(max_new_tokens=8), drafter=drafter, controller=controller)
     for number, prompt in enumerate(prompts):
         results: dict[str, list[Any]] = defaultdict(list)
@@ -112,9 +117,7 @@ def _measure(
 
 
 def _tally(tallies: dict[str, Tally], results: dict[str, list[Any]]) -> None:
-    speed = {
-        name: statistics.median(s.tokens_per_second or 0.0 for s, _, _ in runs) for name, runs in results.items()
-    }
+    speed = {name: statistics.median(s.tokens_per_second or 0.0 for s, _, _ in runs) for name, runs in results.items()}
     reference = results["off"][0][2]
     for name, runs in results.items():
         tally = tallies[name]
@@ -192,8 +195,11 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.sampling = arguments.sampling or ["greedy"]
     arguments.arm = arguments.arm or [
-        ("ngram", "fixed:3"), ("ngram", "fixed:max"), ("dflash", "fixed:1"), ("dflash", "fixed:2"), ("dflash", "fixed:max")
-    ]  # fmt: skip
+        ("ngram", "fixed:3"),
+        ("dflash", "fixed:1"),
+        ("dflash", "fixed:2"),
+        ("auto", "adaptive"),
+    ]
     return arguments
 
 

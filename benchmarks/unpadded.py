@@ -1,4 +1,5 @@
-"""Exports the default target without the two-row attention floor: the fastest plain decoding, not exact. For benchmarks only.
+"""Exports the default target without the two-row attention floor: the fastest plain decoding, not exact. For
+benchmarks only.
 
 python -m benchmarks.unpadded OUTPUT [fp32|int8]
 """

@@ -11,6 +11,7 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from dflash_ort import __version__
+from dflash_ort.cli.bench import bench
 from dflash_ort.cli.calibrate import calibrate
 from dflash_ort.cli.console import complain, show_log_warnings
 from dflash_ort.cli.doctor import doctor
@@ -47,7 +48,7 @@ def cli() -> None:
     """
 
 
-for command in (export, run, inspect, calibrate, doctor):
+for command in (export, run, inspect, calibrate, bench, doctor):
     cli.add_command(command)
 
 
