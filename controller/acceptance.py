@@ -7,8 +7,13 @@ belief with a diagonal covariance, updated one trial at a time (assumed-density 
 Opper 1998), which needs no learning rate: what is uncertain moves fast, what is known moves slowly. Beliefs widen
 again with every round, so that old evidence fades.
 
+A drafter may also be useless on a text, however sure it sounds. That has a small probability ``u`` at first, and
+``S(i) = (1 - u) h(1) ... h(i)``: a few confident drafts rejected in a row raise ``u`` fast, one accepted ends it.
+
 A round shows trials 1 to the first rejection, no further: drafts behind it, behind the verified length, or behind
 the cut at an answer's end were not observed and count neither for nor against.
+
+Vectors here have a handful of entries: plain floats are several times faster than arrays.
 """
 
 from __future__ import annotations
@@ -16,56 +21,67 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from dflash_ort.records import Draft, RequestRound
 
-MAX_LOGIT = 6.0
-_LEAST_LOG_PROBABILITY = -12.0
+_LEAST_LOG_PROBABILITY, _LARGEST_LOG_PROBABILITY = -6.0, -2.5e-3
+"""Evidence is cut off here: a logit of 6 either way."""
+_ACCEPTED_THOUGH_USELESS = 0.02
+_PRIOR_TEXTS = 10.0
+"""How many texts the prior of uselessness counts for."""
 
 
 @dataclass(frozen=True, slots=True)
 class HazardPrior:
     """Where a hazard model starts, one entry per feature (see `features_of`), and how fast it may move.
 
-    ``means`` and ``deviations`` of the shared weights; ``offset_deviation`` of a request's own offset;
-    ``shared_memory`` and ``offset_memory``: how many rounds evidence is remembered.
+    ``means`` and ``deviations`` of the shared weights; ``offset_deviation`` of a request's own offset; ``useless``:
+    how likely a text is on which nothing is accepted; ``shared_memory`` and ``offset_memory``: how many rounds
+    evidence is remembered.
     """
 
     means: tuple[float, ...]
     deviations: tuple[float, ...]
-    offset_deviation: float = 0.7
+    offset_deviation: float = 0.6
+    useless: float = 0.2
     shared_memory: float = 4000.0
     offset_memory: float = 60.0
 
 
-NUM_FEATURES = 6
+NUM_FEATURES = 4
 GENERIC_PRIORS: dict[str, HazardPrior] = {
-    # intercept, logit of the draft's probability, mean log-probability of the drafts before it, first position, depth
-    "dflash": HazardPrior((-0.4, 0.8, 0.1, 0.0, -0.1, 0.0), (0.5, 0.3, 0.2, 0.5, 0.1, 0.01)),
-    # intercept, -, -, first position, depth, log2 of the match length
-    "ngram": HazardPrior((-0.2, 0.0, 0.0, -0.8, 0.05, 0.5), (0.5, 0.01, 0.01, 0.5, 0.1, 0.3)),
+    # intercept, logit of the draft's probability, log of the position, log2 of the match length.
+    # Fitted to the shipped drafter on 72 prompts (docs/log-format.md has the fields); the deviations leave room for
+    # another drafter.
+    "dflash": HazardPrior((-1.0, 0.7, 0.0, 0.0), (0.6, 0.25, 0.2, 0.01)),
+    "dflash drawn": HazardPrior((-1.0, 0.3, -0.3, 0.0), (0.6, 0.2, 0.2, 0.01)),
+    "ngram": HazardPrior((-0.55, 0.0, 0.7, 0.7), (0.6, 0.01, 0.2, 0.3)),
+    "ngram drawn": HazardPrior((-0.8, 0.0, 0.7, 0.7), (0.6, 0.01, 0.2, 0.3)),
 }
 
+Features = tuple[float, float, float, float]
 
-def features_of(draft: Draft | RequestRound, count: int) -> np.ndarray:
-    """Evidence known before verifying, float64 ``[count, NUM_FEATURES]``.
 
-    Columns: 1; logit of the draft's probability; mean log-probability of the drafts before it; 1 at the first
-    position; log of the position; log2 of the match length of a lookup. A kind of draft that has no such evidence
-    has zeros there.
+def family(kind: str, draws: bool) -> str:
+    """The hazard model of a drafter: what a draft's probability says is another thing where drafts are drawn."""
+    return f"{kind} drawn" if draws else kind
+
+
+def features_of(draft: Draft | RequestRound, count: int) -> list[Features]:
+    """Evidence known before verifying, for each of the first ``count`` drafts.
+
+    Entries: 1; logit of the draft's probability; log of the position; log2 of the match length of a lookup. A kind
+    of draft that has no such evidence has zeros there.
     """
-    out = np.zeros((count, NUM_FEATURES))
-    out[:, 0] = 1.0
-    if draft.log_probs:
-        logs = np.clip(np.array(draft.log_probs[:count]), _LEAST_LOG_PROBABILITY, -1e-3)
-        out[: len(logs), 1] = np.clip(logs - np.log(-np.expm1(logs)), -MAX_LOGIT, MAX_LOGIT)
-        before = np.cumsum(logs) - logs
-        out[1 : len(logs), 2] = before[1:] / np.arange(1, len(logs))
-    out[0, 3] = 1.0
-    out[:, 4] = np.log(np.arange(1, count + 1))
-    out[:, 5] = math.log2(draft.match_length) if draft.match_length else 0.0
-    return out
+    match = math.log2(draft.match_length) if draft.match_length else 0.0
+    rows: list[Features] = []
+    known = len(draft.log_probs)
+    for i in range(count):
+        logit = 0.0
+        if i < known:
+            log_p = min(max(draft.log_probs[i], _LEAST_LOG_PROBABILITY), _LARGEST_LOG_PROBABILITY)
+            logit = log_p - math.log(-math.expm1(log_p))
+        rows.append((1.0, logit, math.log(i + 1), match))
+    return rows
 
 
 class HazardModel:
@@ -76,57 +92,115 @@ class HazardModel:
 
     def __init__(self, prior: HazardPrior) -> None:
         self.prior = prior
-        self._prior_variance = np.square(np.array(prior.deviations))
-        self._weights = np.array(prior.means)
-        self._variance = self._prior_variance.copy()
+        self._prior_variance = [d * d for d in prior.deviations]
+        self._weights = list(prior.means)
+        self._variance = list(self._prior_variance)
         self._offsets: dict[int, _Offset] = {}
+        self._useless, self._texts = prior.useless, _PRIOR_TEXTS
 
-    def hazards(self, request_id: int, draft: Draft, count: int) -> np.ndarray:
-        """``h(1..count)``, float64."""
+    def hazards(self, request_id: int, draft: Draft, count: int) -> list[float]:
+        """``h(1..count)``."""
         offset = self._offsets.get(request_id)
-        logits = features_of(draft, count) @ self._weights + (offset.mean if offset else 0.0)
-        result: np.ndarray = 1.0 / (1.0 + np.exp(-logits))
+        base = offset.mean if offset else 0.0
+        return [_sigmoid(base + _dot(self._weights, row)) for row in features_of(draft, count)]
+
+    def survival(self, request_id: int, draft: Draft) -> list[float]:
+        """``S(1..m)`` of a draft of m tokens: products of hazards, times `trust`."""
+        result, product = [], self.trust(request_id)
+        for hazard in self.hazards(request_id, draft, len(draft.token_ids)):
+            product *= hazard
+            result.append(product)
         return result
 
-    def survival(self, request_id: int, draft: Draft) -> np.ndarray:
-        """``S(1..m)`` of a draft of m tokens, float64: products of hazards."""
-        result: np.ndarray = np.cumprod(self.hazards(request_id, draft, len(draft.token_ids)))
-        return result
+    def trust(self, request_id: int) -> float:
+        """1 - u: how likely it is that drafts of this kind are of any use on this text."""
+        offset = self._offsets.get(request_id)
+        return 1.0 - self._useless if offset is None else offset.trust
 
     def observe(self, round_: RequestRound) -> None:
-        """Learn from what a round showed; a round that showed nothing changes nothing."""
+        """Learn from what a round showed; where it showed nothing of this kind, time passes and no more."""
+        offset = self._offsets.get(round_.request_id)
         outcomes = observed_trials(round_)
-        if not outcomes:
-            return
-        features = features_of(round_, len(outcomes))
-        offset = self._offsets.setdefault(round_.request_id, _Offset(self.prior.offset_deviation**2))
+        if offset is None:
+            if not outcomes:
+                return
+            offset = self._offsets[round_.request_id] = _Offset(self.prior, self._useless)
         self._fade(offset)
-        for row, accepted in zip(features, outcomes, strict=True):
-            probability = 1.0 / (1.0 + math.exp(-(float(row @ self._weights) + offset.mean)))
-            curvature = max(probability * (1.0 - probability), 1e-3)
-            error = accepted - probability
+        weights, variances = self._weights, self._variance
+        for i, (row, accepted) in enumerate(zip(features_of(round_, len(outcomes)), outcomes, strict=True)):
+            probability = _sigmoid(offset.mean + _dot(weights, row))
+            if i == 0:
+                offset.doubt(accepted, probability)
+            # On a text where the drafter is useless there is nothing to learn for others.
+            share = offset.trust
+            curvature = max(probability * (1.0 - probability), 1e-3) * share
+            error = (accepted - probability) * share
             offset.variance /= 1.0 + offset.variance * curvature
             offset.mean += offset.variance * error
-            self._variance /= 1.0 + self._variance * row * row * curvature
-            self._weights += self._variance * row * error
+            for j, x in enumerate(row):
+                if x:
+                    variance = variances[j] / (1.0 + variances[j] * x * x * curvature)
+                    variances[j] = variance
+                    weights[j] += variance * x * error
+        if outcomes:
+            rate = 1.0 / self.prior.shared_memory
+            for j, prior in enumerate(self._prior_variance):
+                variances[j] += rate * (prior - variances[j])
+
+    def idle(self, request_id: int) -> None:
+        """A round of this request went by that had none of these drafts: what is known of its text grows old."""
+        offset = self._offsets.get(request_id)
+        if offset is not None:
+            self._fade(offset)
 
     def forget(self, request_id: int) -> None:
-        """The request is over."""
-        self._offsets.pop(request_id, None)
+        """The request is over: whether the drafter was of use on it counts for the next."""
+        offset = self._offsets.pop(request_id, None)
+        if offset is not None:
+            self._texts = min(self._texts + 1.0, 2.0 * _PRIOR_TEXTS)
+            self._useless += (min(max(1.0 - offset.trust, 0.02), 0.98) - self._useless) / self._texts
 
     def _fade(self, offset: _Offset) -> None:
-        """Widen beliefs towards their priors, and pull the offset a little towards zero: texts change."""
+        """Widen the belief towards its prior, and pull it a little towards where it began: texts change."""
         rate = 1.0 / self.prior.offset_memory
         offset.variance += rate * (self.prior.offset_deviation**2 - offset.variance)
         offset.mean -= 0.25 * rate * offset.mean
-        self._variance += (self._prior_variance - self._variance) / self.prior.shared_memory
+        offset.useless += 0.25 * rate * (_log_odds(self._useless) - offset.useless)
 
 
 class _Offset:
-    __slots__ = ("mean", "variance")
+    """What is known of one request's text: its offset, and the log-odds that the drafter is useless on it."""
 
-    def __init__(self, variance: float) -> None:
-        self.mean, self.variance = 0.0, variance
+    __slots__ = ("mean", "useless", "variance")
+
+    def __init__(self, prior: HazardPrior, useless: float) -> None:
+        self.mean, self.variance = 0.0, prior.offset_deviation**2
+        self.useless = _log_odds(useless)
+
+    @property
+    def trust(self) -> float:
+        return 1.0 / (1.0 + math.exp(self.useless))
+
+    def doubt(self, accepted: int, probability: float) -> None:
+        """A block's first draft was accepted or not, with ``probability`` if the drafter is of use."""
+        if accepted:
+            self.useless += math.log(_ACCEPTED_THOUGH_USELESS / max(probability, _ACCEPTED_THOUGH_USELESS))
+        else:
+            self.useless -= math.log(max(1.0 - probability, _ACCEPTED_THOUGH_USELESS))
+        self.useless = min(max(self.useless, -8.0), 8.0)
+
+
+def _log_odds(probability: float) -> float:
+    return math.log(probability / (1.0 - probability))
+
+
+def _dot(weights: list[float], row: Features) -> float:
+    a, b, c, d = row
+    return weights[0] * a + weights[1] * b + weights[2] * c + weights[3] * d
+
+
+def _sigmoid(logit: float) -> float:
+    return 1.0 / (1.0 + math.exp(-max(logit, -500.0)))
 
 
 def observed_trials(round_: RequestRound) -> list[int]:

@@ -5,7 +5,11 @@ What is maximised is the rate over a text, tokens over seconds, not each round's
 (Dinkelbach 1967), with lambda the request's own rate, a round's best length is ``argmax_n  sum_{i<=n} S(i) - lambda
 (t_verify(n + 1) - t_verify(1))``, and asking a drafter pays iff the best such value, on average over recent blocks,
 is above ``lambda t_draft``. Plain decoding is the arm whose value is zero. An arm that was given up is tried again
-after 8 rounds, then 16, 32, ...: a losing arm costs when it is tried.
+after some rounds, then after twice as many, and so on: a losing arm costs when it is tried. How far that goes is
+learnt: where tries have led to recoveries (texts that turn hard and easy again), arms are tried more often.
+
+Decisions are made in the cost table's seconds, so that what slows the whole machine changes none of them. Sampling
+is left out of lambda: it is paid by the token, whatever is verified.
 
 With several requests a token of request r is worth the inverse of r's tokens per round, all marginal survivals are
 sorted, and the best slots are taken while the last one's worth pays for its row (`plan`).
@@ -16,27 +20,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-import numpy as np
-
-from dflash_ort.controller.acceptance import GENERIC_PRIORS, HazardModel, HazardPrior
+from dflash_ort.controller.acceptance import GENERIC_PRIORS, HazardModel, HazardPrior, family
 from dflash_ort.controller.cost import CostModel
 from dflash_ort.controller.protocol import DraftOrder, RoundState
 from dflash_ort.records import Draft, RequestRound, RoundRecord, VerifyPlan
 
+_TRUSTED = 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings:
-    """Constants of the policy, all in rounds unless said otherwise."""
+    """Constants of the policy, in rounds unless said otherwise."""
 
-    rate_memory: float = 30.0
+    rate_memory: float = 15.0
     """A request's rate is that of about this many rounds."""
-    value_memory: float = 12.0
+    value_memory: float = 6.0
     """A drafter's worth is that of about this many blocks."""
+    prior_blocks: float = 2.0
+    """A new request believes as many blocks of the worth that earlier requests saw."""
     population_memory: float = 200.0
-    """What a new request starts from follows about this many rounds of all requests."""
-    first_retry: int = 8
+    """A new request's rate starts from that of about this many rounds of all requests."""
+    population_requests: float = 10.0
+    """A drafter's worth starts from that in about this many requests."""
+    optimism: float = 1.0
+    """Standard errors of a drafter's worth that it is given the benefit of."""
+    first_value: float = 0.2
+    """What a block is worth, in tokens, before any was seen."""
+    first_retry: int = 12
     longest_retry: int = 512
+    cautious_length: int = 2
+    """No more is verified of a drafter that may well be useless on this text."""
     lengthen_every: int = 250
     """Now and then two drafts more are verified than seem to pay, so that what lies behind is learnt."""
     injection_horizon: int = 24
@@ -44,20 +59,43 @@ class AdaptiveSettings:
 
 
 @dataclass(slots=True)
+class _Population:
+    """What all requests taught of a drafter that costs time: what new ones start from."""
+
+    value: float
+    requests: float = 0.0
+    recoveries: float = 0.0
+    waited: float = 0.0
+    """Rounds without it after it was given up."""
+    slowness: float = 0.0
+    """Log of its seconds over the table's, load apart: settings such as temperature change it."""
+
+
+@dataclass(slots=True)
 class _Arm:
     """What is known of a drafter that costs time, for one request."""
 
     value: float
-    """Recent mean of ``max_n (sum S - lambda dt)``, tokens a block."""
-    retry_in: int
+    """Recent mean of ``max_n (sum S - lambda dt)``, tokens a block if the drafter is of use, and (below) the blocks
+    behind it.
+    """
+    blocks: float
     backoff: int
+    variance: float = 0.1
+    """Between blocks."""
+    retry_in: int = 0
+    """Rounds until it is tried again; 0 while it is in use."""
     trying: bool = False
+    revived: int = -1
+    """Rounds in use since a try brought it back; -1 once that is settled."""
     reach: float = 3.0
     """Slowly falling maximum of the lengths chosen: where drawing drafts costs time, no more are drawn than might be
     used.
     """
-    slowness: float = 0.0
-    """Log of its seconds over the table's, as this request's settings make it."""
+
+    def hope(self, optimism: float) -> float:
+        """Its worth, and what is not known of it in its favour."""
+        return self.value + optimism * math.sqrt(self.variance / self.blocks)
 
 
 @dataclass(slots=True)
@@ -70,13 +108,20 @@ class _Progress:
     arms: dict[str, _Arm] = field(default_factory=dict)
     verify_rounds: int = 0
     state: RoundState | None = None
-    passes: np.ndarray = field(default_factory=lambda: np.zeros(1))
-    """Seconds of passes of 1, 2, ... rows in this round's context."""
+    passes: list[float] = field(default_factory=list)
+    """Table seconds of passes of 1, 2, ... rows in this round's context."""
 
     @property
     def rate(self) -> float:
-        """lambda: tokens a second."""
+        """lambda: tokens a table second."""
         return self.tokens / self.seconds
+
+    def add(self, tokens: int, seconds: float, memory: float) -> None:
+        """One more round."""
+        keep = 1.0 - 1.0 / memory
+        self.tokens = keep * self.tokens + tokens
+        self.seconds = keep * self.seconds + seconds
+        self.rounds = keep * self.rounds + 1.0
 
 
 class Adaptive:
@@ -88,18 +133,19 @@ class Adaptive:
         priors: Mapping[str, HazardPrior] = GENERIC_PRIORS,
         settings: AdaptiveSettings = AdaptiveSettings(),
     ) -> None:
-        self.costs, self.settings = costs, settings
+        self.costs, self.priors, self.settings = costs, priors, settings
         self.hazards = {kind: HazardModel(prior) for kind, prior in priors.items()}
+        self.kinds = [kind for kind in priors if family(kind, draws=True) in priors]
         self._requests: dict[int, _Progress] = {}
-        self._population = _Progress(tokens=1.0, rounds=1.0, seconds=float(costs.verify(1, 0)[0]) + costs.other())
-        self._population_value: dict[str, float] = {}
+        self._rates = _Progress(tokens=1.0, rounds=1.0, seconds=costs.passes(1, 0)[0] + costs.table.other)
+        self._populations: dict[str, _Population] = {}
 
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
         """Ask a drafter that costs time where its expected worth beats the free proposal's and plain decoding's."""
         progress = self._progress(state)
         free = 0.0
         if lookup is not None and lookup.token_ids:
-            free = max(self._gains(progress, lookup).max(), 0.0)
+            free = max(0.0, *self._gains(progress, self._survival(progress, lookup)))
         for kind, limit in state.limits.items():
             if limit > 0 and (lookup is None or kind != lookup.kind) and self._worth_asking(progress, kind, free):
                 return DraftOrder(kind, self._draw_limit(progress, kind, limit))
@@ -110,79 +156,128 @@ class Adaptive:
     def plan(self, drafts: Sequence[Draft]) -> VerifyPlan:
         """Verify lengths by marginal worth: the best slots of all requests together."""
         live = [(draft, self._requests[draft.request_id]) for draft in drafts if draft.request_id in self._requests]
-        survival = [self._survival(draft) for draft, _ in live]
-        for (draft, progress), curve in zip(live, survival, strict=True):
+        curves = [self._survival(progress, draft) for draft, progress in live]
+        for (draft, progress), curve in zip(live, curves, strict=True):
             self._learn_value(progress, draft, curve)
-        lengths = _best_lengths(live, survival, self._passes(live, sum(map(len, survival))))
+        passes = self._passes(live, sum(map(len, curves)) + len(live))
+        lengths = _best_lengths([progress for _, progress in live], curves, passes)
         for index, (draft, progress) in enumerate(live):
             lengths[index] = self._explore(progress, draft, lengths[index])
-        committed = sum(1.0 + float(curve[:n].sum()) for curve, n in zip(survival, lengths, strict=True))
+        committed = sum(1.0 + sum(curve[:n]) for curve, n in zip(curves, lengths, strict=True))
         rows = sum(lengths) + len(live)
-        seconds = float(self._passes(live, rows)[rows - 1]) + self.costs.other() if live else None
+        costs = self.costs
+        seconds = passes[rows - 1] * costs.drift + costs.other() + costs.sampling() if live else None
         return VerifyPlan({d.request_id: n for (d, _), n in zip(live, lengths, strict=True)}, committed, seconds)
 
     def observe(self, record: RoundRecord) -> None:
         """Learn acceptance, costs and rates."""
-        context = max((part.context_length for part in record.requests), default=0)
-        self.costs.observe(record.total_rows, context, record.verify_s)
+        load = self.costs.observe(record)
         for part in record.requests:
-            if part.kind in self.hazards:
-                self.hazards[part.kind].observe(part)
             progress = self._requests.get(part.request_id)
-            if progress is not None:
-                self._observe_request(progress, part, record)
+            if progress is None:
+                continue
+            for kind in self.kinds:
+                model = self._model(kind, progress)
+                if kind == part.kind:
+                    model.observe(part)
+                else:
+                    model.idle(part.request_id)
+            self._observe_request(progress, part, record, load)
 
     def forget(self, request_id: int) -> None:
-        """The request is over."""
-        self._requests.pop(request_id, None)
+        """The request is over: what it found its drafters worth is what the next starts from."""
+        progress = self._requests.pop(request_id, None)
+        if progress is not None:
+            for kind, arm in progress.arms.items():
+                population = self._populations[kind]
+                population.requests = min(population.requests + 1.0, self.settings.population_requests)
+                worth = arm.value * self._model(kind, progress).trust(request_id)
+                population.value += (worth - population.value) / population.requests
         for model in self.hazards.values():
             model.forget(request_id)
 
     def _progress(self, state: RoundState) -> _Progress:
         progress = self._requests.get(state.request_id)
         if progress is None:
-            p, share = self._population, self.settings.rate_memory / 4
-            scale = share / p.rounds
-            progress = _Progress(tokens=p.tokens * scale, rounds=share, seconds=p.seconds * scale)
+            rounds = self.settings.rate_memory / 4
+            scale = rounds / self._rates.rounds
+            progress = _Progress(self._rates.tokens * scale, rounds, self._rates.seconds * scale)
             self._requests[state.request_id] = progress
         progress.state = state
-        most = max(state.limits.values(), default=0)
-        progress.passes = self.costs.verify(most + 1, state.context_length)
+        progress.passes = self.costs.passes(max(state.limits.values(), default=0) + 1, state.context_length)
         return progress
 
-    def _survival(self, draft: Draft) -> np.ndarray:
-        if not draft.token_ids:
-            return np.zeros(0)
-        return self.hazards[draft.kind].survival(draft.request_id, draft)
+    def _model(self, kind: str, progress: _Progress) -> HazardModel:
+        return self.hazards[family(kind, progress.state is not None and progress.state.draws)]
 
-    def _gains(self, progress: _Progress, draft: Draft, survival: np.ndarray | None = None) -> np.ndarray:
+    def _survival(self, progress: _Progress, draft: Draft) -> list[float]:
+        """``S(1..)`` of as many drafts as may be verified."""
+        if not draft.token_ids:
+            return []
+        model = self._model(draft.kind, progress)
+        curve = model.survival(draft.request_id, draft)
+        return curve if model.trust(draft.request_id) > _TRUSTED else curve[: self.settings.cautious_length]
+
+    def _gains(self, progress: _Progress, survival: list[float]) -> list[float]:
         """``sum_{i<=n} S(i) - lambda (t_verify(n + 1) - t_verify(1))`` for n = 1, 2, ..., in tokens."""
-        curve = self._survival(draft) if survival is None else survival
-        extra = progress.passes[1 : len(curve) + 1] - progress.passes[0]
-        result: np.ndarray = np.cumsum(curve) - progress.rate * extra
-        return result
+        rate, passes = progress.rate, progress.passes
+        one = passes[0]
+        return [s - rate * (t - one) for s, t in zip(accumulate(survival), passes[1:], strict=False)]
 
     def _worth_asking(self, progress: _Progress, kind: str, free: float) -> bool:
         """Whether a drafter's expected value, less its time, beats what is free; or it is time to try it again."""
-        state = progress.state
+        settings, state = self.settings, progress.state
         assert state is not None
+        population = self._populations.setdefault(kind, _Population(settings.first_value))
         arm = progress.arms.get(kind)
         if arm is None:
-            value = self._population_value.get(kind, 1.0)
-            arm = progress.arms[kind] = _Arm(value, self.settings.first_retry, self.settings.first_retry)
-        horizon = min(self.settings.injection_horizon, max(state.remaining, 1))
-        pending = -(-state.pending_rows // horizon) if state.pending_rows > horizon else state.pending_rows
-        price = progress.rate * self.costs.draft(state.context_length, pending) * math.exp(arm.slowness)
+            arm = progress.arms[kind] = _Arm(population.value, settings.prior_blocks, settings.first_retry)
+        price = progress.rate * self._draft_seconds(kind, state)
         arm.trying = False
-        if arm.value - price > free:
-            arm.retry_in = arm.backoff = self.settings.first_retry
+        worth = arm.hope(settings.optimism) * self._model(kind, progress).trust(state.request_id)
+        if worth - price > free:
+            self._keep(arm, population)
             return True
+        if worth > price:  # what is free is better, this once
+            return False
+        if arm.retry_in == 0:
+            arm.retry_in, arm.revived = arm.backoff, -1
+        population.waited += 1.0
         arm.retry_in -= 1
         if arm.retry_in > 0:
             return False
-        arm.backoff = min(2 * arm.backoff, self.settings.longest_retry)
+        arm.backoff = min(2 * arm.backoff, self._longest_retry(population, price))
         arm.retry_in, arm.trying = arm.backoff, True
+        arm.blocks = min(arm.blocks, 1.0)  # what is old counts no more than what the try will show
         return True
+
+    def _keep(self, arm: _Arm, population: _Population) -> None:
+        """An arm in use earns back its short back-off; one that a try revived has recovered once it has lasted."""
+        if arm.retry_in:
+            arm.retry_in, arm.revived = 0, 0
+        arm.backoff = max(self.settings.first_retry, arm.backoff - 1)
+        if arm.revived >= 0:
+            arm.revived += 1
+            if arm.revived > self.settings.first_retry:
+                arm.revived = -1
+                population.recoveries += 1.0
+
+    def _longest_retry(self, population: _Population, price: float) -> int:
+        """Rounds between tries at most: trying every i rounds costs price / i a round, and a recovery, which comes
+        with probability eta a round, is missed for i / 2 rounds at about half a token each.
+        """
+        if population.recoveries < 1.0:
+            return self.settings.longest_retry
+        eta = population.recoveries / population.waited
+        balance = math.sqrt(2.0 * price / (0.5 * eta))
+        return max(self.settings.first_retry // 2, min(self.settings.longest_retry, round(balance)))
+
+    def _draft_seconds(self, kind: str, state: RoundState) -> float:
+        """Table seconds of a block, a backlog's injection spread over the rounds that will profit from it."""
+        horizon = max(1, min(self.settings.injection_horizon, state.remaining))
+        rows = state.pending_rows / horizon if state.pending_rows > horizon else state.pending_rows
+        block = self.costs.block(state.context_length) * math.exp(self._populations[kind].slowness)
+        return block + self.costs.table.inject_row * max(rows - 1, 0)
 
     def _draw_limit(self, progress: _Progress, kind: str, limit: int) -> int:
         state = progress.state
@@ -190,14 +285,15 @@ class Adaptive:
             return limit
         return min(limit, int(progress.arms[kind].reach) + 2)
 
-    def _learn_value(self, progress: _Progress, draft: Draft, survival: np.ndarray) -> None:
+    def _learn_value(self, progress: _Progress, draft: Draft, survival: list[float]) -> None:
         arm = progress.arms.get(draft.kind)
-        if arm is None or not len(survival):
+        if arm is None or not survival:
             return
-        value = max(float(self._gains(progress, draft, survival).max()), 0.0)
-        arm.value += (value - arm.value) / self.settings.value_memory
-        known = self._population_value.get(draft.kind, 1.0)
-        self._population_value[draft.kind] = known + (value - known) / self.settings.population_memory * 4
+        arm.blocks = min(arm.blocks + 1.0, self.settings.value_memory)
+        trust = self._model(draft.kind, progress).trust(draft.request_id)
+        surprise = max(0.0, *self._gains(progress, [s / trust for s in survival])) - arm.value
+        arm.value += surprise / arm.blocks
+        arm.variance += (surprise * surprise * (1.0 - 1.0 / arm.blocks) - arm.variance) / arm.blocks
 
     def _explore(self, progress: _Progress, draft: Draft, length: int) -> int:
         """Verify a little more on a retry, and rarely otherwise, so that what is never verified is still learnt."""
@@ -205,52 +301,58 @@ class Adaptive:
             return 0
         arm = progress.arms.get(draft.kind)
         if arm is not None and arm.trying:
-            return max(length, min(2, len(draft.token_ids)))
-        if length:
-            progress.verify_rounds += 1
-            if progress.verify_rounds % self.settings.lengthen_every == 0:
-                return min(length + 2, len(draft.token_ids))
+            return max(length, 1)
+        progress.verify_rounds += 1
+        if progress.verify_rounds % self.settings.lengthen_every == 0:
+            return min(length + 2, len(draft.token_ids))
         return length
 
-    def _passes(self, live: Sequence[tuple[Draft, _Progress]], rows: int) -> np.ndarray:
-        """Seconds of passes of 1, 2, ... rows for these requests together."""
-        if len(live) == 1 and len(live[0][1].passes) >= rows + 1:
+    def _passes(self, live: Sequence[tuple[Draft, _Progress]], rows: int) -> list[float]:
+        """Table seconds of passes of 1 to at least ``rows`` rows for these requests together."""
+        if len(live) == 1 and len(live[0][1].passes) >= rows:
             return live[0][1].passes
-        contexts = [p.state.context_length for _, p in live if p.state is not None]
-        return self.costs.verify(rows + len(live) + 1, int(np.mean(contexts)) if contexts else 0)
+        contexts = [progress.state.context_length for _, progress in live if progress.state is not None]
+        return self.costs.passes(max(rows, 1), sum(contexts) // max(len(contexts), 1))
 
-    def _observe_request(self, progress: _Progress, part: RequestRound, record: RoundRecord) -> None:
+    def _observe_request(self, progress: _Progress, part: RequestRound, record: RoundRecord, load: float) -> None:
+        costs, settings = self.costs, self.settings
+        seconds = costs.passes(record.total_rows, part.context_length)[-1] + costs.table.other
         arm = progress.arms.get(part.kind)
         if arm is not None and record.draft_s > 0.0:
-            expected = self.costs.draft(part.context_length, record.pending_rows)
-            surprise = math.log(record.draft_s / expected) - arm.slowness
-            arm.slowness += max(-1.0, min(1.0, surprise)) / self.settings.value_memory
+            population = self._populations[part.kind]
+            injected = costs.table.inject_row * max(record.pending_rows - 1, 0)
+            expected = costs.block(part.context_length) + injected
+            if expected > 0.0:
+                surprise = math.log(record.draft_s / (expected * load)) - population.slowness
+                population.slowness += max(-0.5, min(0.5, surprise)) / settings.value_memory
+            seconds += expected * math.exp(population.slowness)
             arm.reach = max(float(part.num_verified), arm.reach - 0.05)
-        for who, memory in ((progress, self.settings.rate_memory), (self._population, self.settings.population_memory)):
-            keep = 1.0 - 1.0 / memory
-            who.tokens = keep * who.tokens + part.num_committed
-            who.seconds = keep * who.seconds + record.seconds
-            who.rounds = keep * who.rounds + 1.0
+        progress.add(part.num_committed, seconds, settings.rate_memory)
+        self._rates.add(part.num_committed, seconds, settings.population_memory)
 
 
-def _best_lengths(
-    live: Sequence[tuple[Draft, _Progress]], survival: Sequence[np.ndarray], passes: np.ndarray
-) -> list[int]:
+def _best_lengths(live: Sequence[_Progress], curves: Sequence[list[float]], passes: list[float]) -> list[int]:
     """Prefix lengths that maximise weighted survival less the price of the rows' time.
 
     A token of request r weighs 1 / (r's tokens a round); a second costs the sum of the requests' rounds a second:
-    for one request that is its rule divided by its tokens a round.
+    for one request that is its rule divided by its tokens a round. Survival falls with the position, so the best
+    slots of all requests together are a prefix of each.
     """
-    if not live:
-        return []
-    weighted = [curve * (p.rounds / p.tokens) for curve, (_, p) in zip(survival, live, strict=True)]
-    price = sum(p.rounds / p.seconds for _, p in live)
-    owners = np.repeat(np.arange(len(live)), [len(curve) for curve in weighted])
-    worth = np.concatenate(weighted)
-    order = np.argsort(-worth, kind="stable")
-    base = passes[len(live) - 1]
-    extra = passes[len(live) : len(live) + len(worth)] - base
-    gains = np.cumsum(worth[order]) - price * extra
-    slots = int(np.argmax(gains)) + 1 if len(gains) and gains.max() > 0.0 else 0
-    counts = np.bincount(owners[order[:slots]], minlength=len(live))
-    return [int(n) for n in counts]
+    slots = sorted(
+        (-survival * p.rounds / p.tokens, index)
+        for index, (p, curve) in enumerate(zip(live, curves, strict=True))
+        for survival in curve
+    )
+    price = sum(p.rounds / p.seconds for p in live)
+    row = len(live)
+    best = worth = 0.0
+    taken = 0
+    for count, (negative, _) in enumerate(slots, 1):
+        worth -= negative
+        gain = worth - price * (passes[row + count - 1] - passes[row - 1])
+        if gain > best:
+            best, taken = gain, count
+    lengths = [0] * len(live)
+    for _, index in slots[:taken]:
+        lengths[index] += 1
+    return lengths

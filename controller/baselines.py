@@ -91,7 +91,9 @@ class StepRatio:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self.hazards = {kind: HazardModel(replace(p, offset_deviation=1e-6)) for kind, p in GENERIC_PRIORS.items()}
+        self.hazards = {
+            kind: HazardModel(replace(p, offset_deviation=1e-6, useless=1e-6)) for kind, p in GENERIC_PRIORS.items()
+        }
         self._states: dict[int, RoundState] = {}
 
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
@@ -117,9 +119,9 @@ class StepRatio:
         if not draft.token_ids:
             return 0
         state = self._states[draft.request_id]
-        committed = 1.0 + np.concatenate([[0.0], np.cumsum(self.hazards[draft.kind].survival(draft.request_id, draft))])
+        committed = 1.0 + np.cumsum([0.0, *self.hazards[draft.kind].survival(draft.request_id, draft)])
         drafting = self.costs.draft(state.context_length, state.pending_rows) if draft.log_probs else 0.0
-        seconds = drafting + self.costs.other() + self.costs.verify(len(committed), state.context_length)
+        seconds = drafting + self.costs.other() + np.array(self.costs.verify(len(committed), state.context_length))
         return int(np.argmax(committed / seconds))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-DRIFT_MEMORY = 40.0
+from dflash_ort.records import RoundRecord
+
+DRIFT_MEMORY = 12.0
 """Rounds over which drift is followed."""
-_MAX_SURPRISE = 0.25
-"""Most that one round may move the log of the correction's target: a single outlier is not drift."""
+_MAX_SURPRISE = 0.3
+"""Most that one round may add to drift's log, before it is spread: a single outlier is not drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,59 +35,91 @@ class CostTable:
 
 
 class CostModel:
-    """Reads a table at any rows and context, times a slowly moving correction for what else the machine is doing."""
+    """Reads a table at any rows and context, and follows how much slower than it the machine is now.
+
+    What slows everything alike changes no decision, so those are made in the table's seconds (`passes`, `block`);
+    `verify`, `draft` and `other` are what the clock would show now.
+    """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._contexts = np.array(table.contexts, np.float64)
         grid = np.arange(1, max(table.rows) + 1)
-        columns = np.array(table.verify)
-        self._verify = np.stack(
-            [np.interp(grid, table.rows, columns[:, c]) for c in range(len(self._contexts))], axis=1
-        )
+        columns = np.array(table.verify, np.float64)
+        self._passes = [np.interp(grid, table.rows, columns[:, c]).tolist() for c in range(len(table.contexts))]
         self._drift = 0.0
+        self._other, self._sampling = table.other, 0.0
 
     @property
     def drift(self) -> float:
         """How much slower (above 1) than the table the machine is now."""
         return math.exp(self._drift)
 
-    def verify(self, max_rows: int, context: int) -> np.ndarray:
-        """Seconds of passes of 1 to ``max_rows`` rows, float64; beyond the table by its last slope."""
-        known = self._at(self._verify, context)
+    def passes(self, max_rows: int, context: int) -> list[float]:
+        """Table seconds of passes of 1 to ``max_rows`` rows; beyond the table by the slope of its last half."""
+        left, share = self._place(context)
+        first = self._passes[left]
+        if share:
+            second = self._passes[left + 1]
+            known = [a + share * (b - a) for a, b in zip(first[:max_rows], second, strict=False)]
+        else:
+            known = first[:max_rows]
         if max_rows > len(known):
-            step = known[-1] - known[-2] if len(known) > 1 else known[-1]
-            known = np.concatenate([known, known[-1] + step * np.arange(1, max_rows - len(known) + 1)])
-        result: np.ndarray = known[:max_rows] * self.drift
-        return result
+            last, middle = known[-1], len(known) // 2
+            step = (last - known[middle]) / (len(known) - 1 - middle) if len(known) > 1 else last
+            known.extend(last + step * extra for extra in range(1, max_rows - len(known) + 1))
+        return known
+
+    def block(self, context: int) -> float:
+        """Table seconds of drafting one block, with no more than a row to inject."""
+        left, share = self._place(context)
+        first = self.table.draft[left]
+        return first + share * (self.table.draft[left + 1] - first) if share else first
+
+    def verify(self, max_rows: int, context: int) -> list[float]:
+        """Seconds of passes of 1 to ``max_rows`` rows."""
+        drift = self.drift
+        return [seconds * drift for seconds in self.passes(max_rows, context)]
 
     def draft(self, context: int, pending: int) -> float:
         """Seconds of one block, ``pending`` rows injected on the way."""
-        base = float(self._at(np.array(self.table.draft)[None, :], context)[0])
-        return (base + self.table.inject_row * max(pending - 1, 0)) * self.drift
+        return (self.block(context) + self.table.inject_row * max(pending - 1, 0)) * self.drift
 
     def other(self) -> float:
-        return self.table.other * self.drift
+        """Seconds of a round's rest, without sampling."""
+        return self._other
 
-    def observe(self, rows: int, context: int, verify_s: float) -> None:
-        """Learn what a pass cost."""
-        expected = float(self.verify(rows, context)[-1]) / self.drift
-        if verify_s <= 0.0 or expected <= 0.0:
-            return
-        surprise = math.log(verify_s / expected) - self._drift
-        self._drift += max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise)) / DRIFT_MEMORY * 2.0
+    def sampling(self) -> float:
+        """Seconds of a round's sampling."""
+        return self._sampling
 
-    def _at(self, columns: np.ndarray, context: int) -> np.ndarray:
-        """The table's column at a context, between its points, and beyond the last by the last slope."""
-        points = self._contexts
-        if len(points) == 1:
-            only: np.ndarray = columns[:, 0]
-            return only
-        right = int(np.clip(np.searchsorted(points, context), 1, len(points) - 1))
-        share = max((context - points[right - 1]) / (points[right] - points[right - 1]), 0.0)
-        left = columns[:, right - 1]
-        between: np.ndarray = left + share * (columns[:, right] - left)
-        return between
+    def observe(self, record: RoundRecord) -> float:
+        """Learn what a round cost.
+
+        Returns how many times the table's seconds its pass took: the drift of this round alone.
+        """
+        context = max((part.context_length for part in record.requests), default=0)
+        expected = self.passes(record.total_rows, context)[-1]
+        if record.verify_s <= 0.0 or expected <= 0.0:
+            return self.drift
+        slowness = record.verify_s / expected
+        surprise = math.log(slowness) - self._drift
+        self._drift += max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise)) / DRIFT_MEMORY
+        self._other = _towards(self._other, record.other_s)
+        self._sampling = _towards(self._sampling, record.sample_s)
+        return slowness
+
+    def _place(self, context: int) -> tuple[int, float]:
+        """The table's column left of a context, and how far towards the next it lies; beyond the last by its slope."""
+        points = self.table.contexts
+        if context <= points[0] or len(points) == 1:
+            return 0, 0.0
+        left = min(bisect_right(points, context), len(points) - 1) - 1
+        return left, (context - points[left]) / (points[left + 1] - points[left])
+
+
+def _towards(mean: float, value: float) -> float:
+    """A mean of recent values that one outlier moves little."""
+    return mean + (min(value, 3.0 * mean + 1e-3) - mean) / DRIFT_MEMORY
 
 
 def monotone(seconds: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
