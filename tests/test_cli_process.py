@@ -79,7 +79,7 @@ class TestProcess:
 
 
 class TestChat:
-    TURN = r"time [^\n]* s\r\n> "
+    TURN = r"time [^\n]* s\r\n(?:[a-z]+ [^\n]*\r\n)*> "
 
     def test_turns_new_and_the_end(self) -> None:
         def prompt_tokens(shown: str) -> int:
