@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -34,7 +36,11 @@ _OTHER_SECONDS = 1e-4
 def calibrate(
     bundle: OpenBundle, *, threads: int, max_context: int, progress: Progress = silent, seconds: float = SECONDS
 ) -> CostTable:
-    """Medians of interleaved repeats: every point once, then every point again, so that drift falls on all alike."""
+    """Medians of interleaved repeats: every point once, then every point again, so that drift falls on all alike.
+
+    The bundle's whole context is measured, whatever ``max_context`` this engine has: the table is kept for them all.
+    """
+    max_context = bundle.manifest.target.max_context
     rows, contexts = _grid(bundle.manifest, max_context)
     injected = min(_INJECTED, max_context - contexts[0])
     points: dict[tuple[str, int, int], Callable[[], None]] = {}
@@ -63,12 +69,14 @@ def known_costs(manifest: Manifest, threads: int) -> tuple[CostTable | None, str
     damaged.
     """
     path = costs_path(manifest, threads)
+    if not os.path.isfile(path):  # nor where the cache cannot be looked into: writing will say so, once
+        return None, None
     raw, warning = load_json(path, "the calibration")
     if raw is None:
         return None, warning
     try:
         return _decode(raw), None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         return None, f"the calibration '{path}' is damaged ({error}); it is measured again"
 
 
@@ -155,6 +163,10 @@ def _decode(raw: dict[str, object]) -> CostTable:
     shapes_fit = (
         len(verify) == len(rows) and all(len(line) == len(contexts) for line in verify) and len(draft) == len(contexts)
     )
-    if not (shapes_fit and rows and contexts and np.isfinite(numbers).all() and min(map(min, verify)) > 0):
+    ascending = rows[:1] == (1,) and all(a < b for axis in (rows, contexts) for a, b in pairwise(axis))
+    numbers_fit = (
+        np.isfinite(numbers).all() and (numbers >= 0.0).all() and (numbers[: len(rows) * len(contexts)] > 0).all()
+    )
+    if not (shapes_fit and contexts and ascending and numbers_fit):
         raise ValueError("shapes or numbers that cannot be")
     return CostTable(rows, contexts, verify, draft, float(raw["inject_row"]), float(raw["other"]))  # type: ignore[arg-type]

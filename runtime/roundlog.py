@@ -7,11 +7,15 @@ log off with one warning.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import secrets
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,10 @@ class RoundLog:
     def __init__(self, path: str | Path, *, with_text: bool, common: dict[str, Any]) -> None:
         self._path, self._with_text, self._common = Path(path), with_text, common
         self._session = secrets.token_hex(8)
-        self._file: Any = None
+        self._file: FileIO | None = None
         try:
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._file = FileIO(self._path, "a+")
+            self._end_broken_line(self._file)
         except OSError as error:
             self._give_up(error)
 
@@ -73,25 +78,37 @@ class RoundLog:
         self._write({**line, "committed": len(request.output_ids), **({"text": text} if self._with_text else {})})
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # some file systems notice only here that they are full
+                file.close()
 
     def _key(self, request_id: int) -> dict[str, str]:
         return {"request_id": f"{self._session}-{request_id}"}
 
     def _write(self, line: dict[str, Any]) -> None:
+        """One system call, so that streams on other threads, and other processes, do not get in between."""
         if self._file is None:
             return
+        content = json.dumps({"v": LOG_VERSION, **line}, separators=(",", ":")).encode() + b"\n"
         try:
-            self._file.write(json.dumps({"v": LOG_VERSION, **line}, separators=(",", ":")) + "\n")
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         logger.warning("the round log '%s' cannot be written (%s); logging is off", self._path, reason)
-        self._file = None
+        self.close()
+
+    @staticmethod
+    def _end_broken_line(file: FileIO) -> None:
+        """Where a crash left half a line, the next must not be glued to it."""
+        if file.seekable() and (size := file.seek(0, os.SEEK_END)):
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def _settings(params: SamplingParams) -> dict[str, Any]:
