@@ -210,7 +210,7 @@ class CurveOracle(Stateless):
 
     def __init__(self, machine: Machine) -> None:
         self._clock = Clock(machine, 0)
-        self._policies: dict[tuple[int, int], tuple[float, float]] = {}
+        self._policies: dict[int, tuple[float, float]] = {}
         self._text: Text | None = None
         self._at = 0
 
@@ -223,7 +223,9 @@ class CurveOracle(Stateless):
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
         assert self._text is not None
         text, regime = self._text, int(self._text.regimes[self._at])
-        self._rate, worth = self._policies.setdefault((id(text), regime), self._solve(text, regime))
+        if regime not in self._policies:
+            self._policies[regime] = self._solve(text, regime)
+        self._rate, worth = self._policies[regime]
         self._passes = [self._clock.verify(r, state.context_length) for r in range(1, LOOKUP + 2)]
         hazards = text.lookup_hazards[self._at][None]
         has_lookup = lookup is not None and bool(lookup.token_ids)

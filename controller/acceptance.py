@@ -50,9 +50,8 @@ class HazardPrior:
 NUM_FEATURES = 4
 GENERIC_PRIORS: dict[str, HazardPrior] = {
     # intercept, logit of the draft's probability, log of the position, log2 of the match length.
-    # Fitted to rounds of the shipped drafter and of lookups on 72 prompts, at temperatures 0 and 0.8 ("drawn"); the
-    # deviations leave room for
-    # other drafters and other texts.
+    # Fitted to rounds of the shipped drafter and of lookups on 72 prompts, at temperatures 0 and, "drawn", 0.8; the
+    # deviations leave room for other drafters and other texts.
     "dflash": HazardPrior((-1.0, 0.7, 0.0, 0.0), (0.6, 0.25, 0.2, 0.01)),
     "dflash drawn": HazardPrior((-1.0, 0.2, -0.2, 0.0), (0.6, 0.2, 0.2, 0.01)),
     "ngram": HazardPrior((-0.55, 0.0, 0.7, 0.7), (0.6, 0.01, 0.2, 0.3)),

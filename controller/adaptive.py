@@ -50,6 +50,8 @@ class AdaptiveSettings:
     """What a block is worth, in tokens, before any was seen."""
     first_retry: int = 12
     longest_retry: int = 512
+    most_for_tries: float = 0.012
+    """Share of a request's time that tries may take in the long run."""
     cautious_length: int = 2
     """No more is verified of a drafter that may well be useless on this text."""
     lengthen_every: int = 250
@@ -264,13 +266,15 @@ class Adaptive:
 
     def _longest_retry(self, population: _Population, price: float) -> int:
         """Rounds between tries at most: trying every i rounds costs price / i a round, and a recovery, which comes
-        with probability eta a round, is missed for i / 2 rounds at about half a token each.
+        with probability eta a round, is missed for i / 2 rounds at about half a token each. Whatever was learnt, tries
+        take no more than `most_for_tries` of a request's time.
         """
         if population.recoveries < 1.0:
             return self.settings.longest_retry
         eta = population.recoveries / population.waited
         balance = math.sqrt(2.0 * price / (0.5 * eta))
-        return max(self.settings.first_retry // 2, min(self.settings.longest_retry, round(balance)))
+        shortest = max(price / self.settings.most_for_tries, 0.5 * self.settings.first_retry)
+        return min(self.settings.longest_retry, round(max(balance, shortest)))
 
     def _draft_seconds(self, kind: str, state: RoundState) -> float:
         """Table seconds of a block, a backlog's injection spread over the rounds that will profit from it."""

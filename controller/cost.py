@@ -64,7 +64,7 @@ class CostModel:
         else:
             known = first[:max_rows]
         if max_rows > len(known):
-            last, middle = known[-1], len(known) // 2
+            last, middle = known[-1], (len(known) - 1) // 2
             step = (last - known[middle]) / (len(known) - 1 - middle) if len(known) > 1 else last
             known.extend(last + step * extra for extra in range(1, max_rows - len(known) + 1))
         return known
