@@ -33,12 +33,10 @@ _OTHER_SECONDS = 1e-4
 """A round's Python: it is the same for every length, so it need not be exact."""
 
 
-def calibrate(
-    bundle: OpenBundle, *, threads: int, max_context: int, progress: Progress = silent, seconds: float = SECONDS
-) -> CostTable:
+def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float = SECONDS) -> CostTable:
     """Medians of interleaved repeats: every point once, then every point again, so that drift falls on all alike.
 
-    The bundle's whole context is measured, whatever ``max_context`` this engine has: the table is kept for them all.
+    The bundle's whole context is measured, whatever an engine's ``max_context``: the table is kept for them all.
     """
     max_context = bundle.manifest.target.max_context
     rows, contexts = _grid(bundle.manifest, max_context)

@@ -341,13 +341,7 @@ class Engine:
 
     def _measure(self, seconds: float) -> CostTable:
         with self._turn:
-            return calibrate(
-                self._opened(),
-                threads=self.threads,
-                max_context=self.max_context,
-                progress=self._progress,
-                seconds=seconds,
-            )
+            return calibrate(self._opened(), progress=self._progress, seconds=seconds)
 
     def _log_common(self) -> dict[str, Any]:
         """What the log says of this engine with every request."""

@@ -165,7 +165,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(bundle: OpenBundle, **options: Any) -> CostTable:
-    return calibrate(bundle, threads=1, max_context=bundle.manifest.target.max_context, seconds=0.0, **options)
+    return calibrate(bundle, seconds=0.0, **options)
 
 
 def check_table(table: CostTable, *, drafter: bool) -> None:
