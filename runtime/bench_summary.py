@@ -208,7 +208,7 @@ def _run(run: Run) -> dict[str, Any]:
         "verified": s.verified,
         "accepted": s.accepted,
     }
-    if s.verify_rounds:
+    if run.steps:
         found["trace"] = {
             "drafter": [step.kind for step in run.steps],
             "verified": [step.verified for step in run.steps],
