@@ -65,31 +65,6 @@ class VerifyPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the target said of one request's drafts."""
-
-    request_id: int
-    num_drafted: int
-    num_verified: int
-    num_accepted: int
-    next_token: int
-
-    @property
-    def is_censored(self) -> bool:
-        """All verified were accepted and more was drafted: how far agreement went was not seen."""
-        return self.num_accepted == self.num_verified < self.num_drafted
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Tokens added to a request in one round, after every cut."""
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RequestRound:
     """One request's part of a round."""
 

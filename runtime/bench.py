@@ -40,10 +40,6 @@ class Entry:
     drafter: DrafterName = "auto"
     unpadded: bool = False
 
-    @property
-    def is_baseline(self) -> bool:
-        return self.label in (OFF, OFF_UNPADDED)
-
 
 def parse_controllers(text: str) -> tuple[Entry, ...]:
     """Entries from ``off,fixed:3,ngram@fixed:3,adaptive``, in that order; the baselines that it lacks come last.
