@@ -96,7 +96,7 @@ def write_text(regimes: Sequence[Regime], stretch: int, length: int, prompt: int
         -np.log1p(np.exp(-logits)),
         hazards,
         _agreed(hazards, rng),
-        np.where(matched, rng.integers(2, 6, length), 0),
+        np.where(matched, np.minimum(1 + rng.geometric(1.0 - of["lookup"]), 32), 0),  # as long as such copies are
         lookup_hazards,
         _agreed(lookup_hazards, rng),
         which,

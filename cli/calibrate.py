@@ -52,3 +52,6 @@ def _show(costs: CostTable) -> None:
     if any(costs.draft):
         click.echo("draft   " + "".join(f"{s * 1e3:>18.2f}" for s in costs.draft))
         click.echo(f"inject  {costs.inject_row * 1e3:>18.4f} for each row beyond the first")
+        click.echo(
+            f"after   {costs.after_draft * 1e3:>18.2f} that a pass takes longer when a block was drafted just before"
+        )

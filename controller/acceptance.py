@@ -47,18 +47,18 @@ class HazardPrior:
     offset_memory: float = 60.0
 
 
-NUM_FEATURES = 4
+NUM_FEATURES = 5
 GENERIC_PRIORS: dict[str, HazardPrior] = {
-    # intercept, logit of the draft's probability, log of the position, log2 of the match length.
-    # Fitted to rounds of the shipped drafter and of lookups on 72 prompts, at temperatures 0 and, "drawn", 0.8; the
-    # deviations leave room for other drafters and other texts.
-    "dflash": HazardPrior((-1.0, 0.7, 0.0, 0.0), (0.6, 0.25, 0.2, 0.01)),
-    "dflash drawn": HazardPrior((-1.0, 0.2, -0.2, 0.0), (0.6, 0.2, 0.2, 0.01)),
-    "ngram": HazardPrior((-0.55, 0.0, 0.7, 0.7), (0.6, 0.01, 0.2, 0.3)),
-    "ngram drawn": HazardPrior((-1.2, 0.0, 0.8, 0.7), (0.6, 0.01, 0.2, 0.3)),
+    # intercept, logit of the draft's probability, log of the position, log2 of the match so far, agreement.
+    # Fitted to rounds of the shipped drafter on 72 prompts and to lookups in the answers to the built-in prompts, at
+    # temperatures 0 and, "drawn", 0.8; the deviations leave room for other drafters and other texts.
+    "dflash": HazardPrior((-1.0, 0.7, 0.0, 0.0, 0.0), (0.6, 0.25, 0.2, 0.01, 0.01)),
+    "dflash drawn": HazardPrior((-1.0, 0.2, -0.2, 0.0, 0.0), (0.6, 0.2, 0.2, 0.01, 0.01)),
+    "ngram": HazardPrior((-1.05, 0.0, 0.0, 0.86, 0.5), (0.6, 0.01, 0.2, 0.3, 0.3)),
+    "ngram drawn": HazardPrior((-1.0, 0.0, 0.0, 0.68, 0.5), (0.6, 0.01, 0.2, 0.3, 0.3)),
 }
 
-Features = tuple[float, float, float, float]
+Features = tuple[float, float, float, float, float]
 
 
 def family(kind: str, draws: bool) -> str:
@@ -69,10 +69,11 @@ def family(kind: str, draws: bool) -> str:
 def features_of(draft: Draft | RequestRound, count: int) -> list[Features]:
     """Evidence known before verifying, for each of the first ``count`` drafts.
 
-    Entries: 1; logit of the draft's probability; log of the position; log2 of the match length of a lookup. A kind
-    of draft that has no such evidence has zeros there.
+    Entries: 1; logit of the draft's probability; log of the position; log2 of how many tokens match a lookup's source
+    if the drafts before are right; whether a lookup's other sources agree. A kind of draft that has no such evidence
+    has zeros there.
     """
-    match = math.log2(draft.match_length) if draft.match_length else 0.0
+    match = draft.match_length
     rows: list[Features] = []
     known = len(draft.log_probs)
     for i in range(count):
@@ -80,7 +81,7 @@ def features_of(draft: Draft | RequestRound, count: int) -> list[Features]:
         if i < known:
             log_p = min(max(draft.log_probs[i], _LEAST_LOG_PROBABILITY), _LARGEST_LOG_PROBABILITY)
             logit = log_p - math.log(-math.expm1(log_p))
-        rows.append((1.0, logit, math.log(i + 1), match))
+        rows.append((1.0, logit, math.log(i + 1), math.log2(match + i) if match else 0.0, draft.agreement))
     return rows
 
 
@@ -195,8 +196,8 @@ def _log_odds(probability: float) -> float:
 
 
 def _dot(weights: list[float], row: Features) -> float:
-    a, b, c, d = row
-    return weights[0] * a + weights[1] * b + weights[2] * c + weights[3] * d
+    a, b, c, d, e = row
+    return weights[0] * a + weights[1] * b + weights[2] * c + weights[3] * d + weights[4] * e
 
 
 def _sigmoid(logit: float) -> float:

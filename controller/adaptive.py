@@ -51,7 +51,7 @@ class AdaptiveSettings:
     first_retry: int = 12
     longest_retry: int = 512
     most_for_tries: float = 0.012
-    """Share of a request's time that tries may take in the long run."""
+    """Share of a request's time that tries may take, what they inject included."""
     cautious_length: int = 2
     """No more is verified of a drafter that may well be useless on this text."""
     lengthen_every: int = 250
@@ -88,6 +88,8 @@ class _Arm:
     retry_in: int = 0
     """Rounds until it is tried again; 0 while it is in use."""
     trying: bool = False
+    spent: float = 0.0
+    """Table seconds of the tries so far."""
     revived: int = -1
     """Rounds in use since a try brought it back; -1 once that is settled."""
     reach: float = 3.0
@@ -108,6 +110,8 @@ class _Progress:
     rounds: float
     seconds: float
     arms: dict[str, _Arm] = field(default_factory=dict)
+    elapsed: float = 0.0
+    """Table seconds of all rounds, where ``seconds`` are those of recent ones."""
     verify_rounds: int = 0
     state: RoundState | None = None
     passes: list[float] = field(default_factory=list)
@@ -123,6 +127,7 @@ class _Progress:
         keep = 1.0 - 1.0 / memory
         self.tokens = keep * self.tokens + tokens
         self.seconds = keep * self.seconds + seconds
+        self.elapsed += seconds
         self.rounds = keep * self.rounds + 1.0
 
 
@@ -173,7 +178,8 @@ class Adaptive:
 
     def observe(self, record: RoundRecord) -> None:
         """Learn acceptance, costs and rates."""
-        load = self.costs.observe(record)
+        drafted = any(p.num_drafted and p.kind in self._populations for p in record.requests)
+        load = self.costs.observe(record, after_draft=drafted)
         for part in record.requests:
             progress = self._requests.get(part.request_id)
             if progress is None:
@@ -234,7 +240,8 @@ class Adaptive:
         arm = progress.arms.get(kind)
         if arm is None:
             arm = progress.arms[kind] = _Arm(population.value, settings.prior_blocks, settings.first_retry)
-        price = progress.rate * self._draft_seconds(kind, state)
+        horizon = max(1, min(settings.injection_horizon, state.remaining))
+        price = progress.rate * self._draft_seconds(kind, state, horizon)
         arm.trying = False
         worth = arm.hope(settings.optimism) * self._model(kind, progress).trust(state.request_id)
         if worth - price > free:
@@ -248,6 +255,11 @@ class Adaptive:
         arm.retry_in -= 1
         if arm.retry_in > 0:
             return False
+        whole = self._draft_seconds(kind, state, horizon=1)
+        if arm.spent + whole > settings.most_for_tries * progress.elapsed:
+            arm.retry_in = 1
+            return False
+        arm.spent += whole
         arm.backoff = min(2 * arm.backoff, self._longest_retry(population, price))
         arm.retry_in, arm.trying = arm.backoff, True
         arm.blocks = min(arm.blocks, 1.0)  # what is old counts no more than what the try will show
@@ -276,12 +288,11 @@ class Adaptive:
         shortest = max(price / self.settings.most_for_tries, 0.5 * self.settings.first_retry)
         return min(self.settings.longest_retry, round(max(balance, shortest)))
 
-    def _draft_seconds(self, kind: str, state: RoundState) -> float:
+    def _draft_seconds(self, kind: str, state: RoundState, horizon: int) -> float:
         """Table seconds of a block, a backlog's injection spread over the rounds that will profit from it."""
-        horizon = max(1, min(self.settings.injection_horizon, state.remaining))
         rows = state.pending_rows / horizon if state.pending_rows > horizon else state.pending_rows
         block = self.costs.block(state.context_length) * math.exp(self._populations[kind].slowness)
-        return block + self.costs.table.inject_row * max(rows - 1, 0)
+        return block + self.costs.table.inject_row * max(rows - 1, 0) + self.costs.table.after_draft
 
     def _draw_limit(self, progress: _Progress, kind: str, limit: int) -> int:
         state = progress.state
@@ -329,7 +340,7 @@ class Adaptive:
             if expected > 0.0:
                 surprise = math.log(record.draft_s / (expected * load)) - population.slowness
                 population.slowness += max(-0.5, min(0.5, surprise)) / settings.value_memory
-            seconds += expected * math.exp(population.slowness)
+            seconds += expected * math.exp(population.slowness) + costs.table.after_draft
             arm.reach = max(float(part.num_verified), arm.reach - 0.05)
         progress.add(part.num_committed, seconds, settings.rate_memory)
         self._rates.add(part.num_committed, seconds, settings.population_memory)

@@ -23,7 +23,8 @@ class CostTable:
 
     ``verify[r][c]``: a pass of ``rows[r]`` rows behind ``contexts[c]`` cached ones; never falls along either axis.
     ``draft[c]``: one block with a few rows to inject; ``inject_row``: each further row injected; ``other``: a
-    round's rest.
+    round's rest; ``after_draft``: how much longer the target's pass takes when a block was drafted just before, since
+    the drafter's weights have taken the place of its own in the processor's caches.
     """
 
     rows: tuple[int, ...]
@@ -32,6 +33,7 @@ class CostTable:
     draft: tuple[float, ...]
     inject_row: float
     other: float
+    after_draft: float = 0.0
 
 
 class CostModel:
@@ -92,13 +94,13 @@ class CostModel:
         """Seconds of a round's sampling."""
         return self._sampling
 
-    def observe(self, record: RoundRecord) -> float:
-        """Learn what a round cost.
+    def observe(self, record: RoundRecord, *, after_draft: bool = False) -> float:
+        """Learn what a round cost; ``after_draft``: a block was drafted just before the pass.
 
         Returns how many times the table's seconds its pass took: the drift of this round alone.
         """
         context = max((part.context_length for part in record.requests), default=0)
-        expected = self.passes(record.total_rows, context)[-1]
+        expected = self.passes(record.total_rows, context)[-1] + after_draft * self.table.after_draft
         if record.verify_s <= 0.0 or expected <= 0.0:
             return self.drift
         slowness = record.verify_s / expected

@@ -41,7 +41,9 @@ class Request:
 class Draft:
     """What a drafter proposes to follow ``anchor``, the last committed token.
 
-    ``log_probs`` are the drafter's own, one per token (empty for lookup drafts, whose evidence is ``match_length``).
+    ``log_probs`` are the drafter's own, one per token. A lookup draft has none; its evidence is how many tokens before
+    it match (``match_length``) and whether other places that match go on alike (``agreement``, from -1, all
+    otherwise, to 1; 0 where there is no other).
     """
 
     request_id: int
@@ -51,6 +53,7 @@ class Draft:
     match_length: int = 0
     kind: str = "none"
     """Which drafter proposed it."""
+    agreement: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class RequestRound:
     match_length: int = 0
     kind: str = "none"
     """Which drafter proposed; "none" where nobody was asked."""
+    agreement: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

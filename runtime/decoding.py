@@ -163,5 +163,6 @@ def _part(draft: Draft, verified: int, accepted: int, committed: int, context: i
         context_length=context,
         log_probs=draft.log_probs,
         match_length=draft.match_length,
+        agreement=draft.agreement,
         kind=draft.kind,
     )

@@ -16,6 +16,10 @@ from dflash_ort.runtime.graph_io import Array, Scratch
 
 INJECTION_CHUNK = 256
 """Most rows injected in one drafter pass."""
+_LONGEST_MATCH = 32
+"""A lookup's match is measured no further back."""
+_OCCURRENCES = 4
+"""Latest occurrences of an n-gram that a lookup chooses from."""
 MAX_PENDING = 1024
 """Most committed rows held back before they are injected although nobody asks for a draft."""
 
@@ -57,10 +61,11 @@ class NoDrafter:
 
 
 class NgramDrafter:
-    """Prompt lookup (Saxena 2023): what followed the latest earlier occurrence of the longest matching suffix.
+    """Prompt lookup (Saxena 2023): what followed an earlier occurrence of the longest matching suffix.
 
-    A table from n-gram to the end of its latest occurrence grows with the text, so a proposal costs ``max_match``
-    look-ups whatever the length of the context.
+    A table from n-gram to the ends of its latest occurrences grows with the text, so a proposal costs ``max_match``
+    look-ups whatever the length of the context. Of those occurrences the one that matches furthest back is taken, the
+    latest of equals.
     """
 
     is_free = True
@@ -69,20 +74,37 @@ class NgramDrafter:
     def __init__(self, *, min_match: int = 2, max_match: int = 5, max_draft: int = 10) -> None:
         self.min_match, self.max_match, self.max_draft = min_match, max_match, max_draft
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
+        self._ends: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         pass  # tokens are read from the request, which also has the anchor
 
     def draft(self, request: Request, limit: int) -> Draft:
         self._extend(request)
-        limit = min(limit, self.max_draft)
-        for length in range(min(self.max_match, len(self._tokens) - 1), self.min_match - 1, -1):
-            end = self._ends.get(tuple(self._tokens[-length:]))
-            if end is not None:
-                following = self._tokens[end : end + limit]
-                return Draft(request.id, request.last_token, tuple(following), match_length=length, kind="ngram")
+        tokens = self._tokens
+        for length in range(min(self.max_match, len(tokens) - 1), self.min_match - 1, -1):
+            ends = self._ends.get(tuple(tokens[-length:]))
+            if ends:
+                match, end = max((self._matched(end, length), end) for end in ends)
+                alike = sum(1 if tokens[other] == tokens[end] else -1 for other in ends if other != end)
+                return Draft(
+                    request.id,
+                    request.last_token,
+                    tuple(tokens[end : end + min(limit, self.max_draft)]),
+                    match_length=match,
+                    agreement=alike / max(len(ends) - 1, 1),
+                    kind="ngram",
+                )
         return Draft(request.id, request.last_token, kind="ngram")
+
+    def _matched(self, end: int, length: int) -> int:
+        """How many tokens before ``end`` equal the text's last ones, of which ``length`` are known to; not all are
+        counted of a long match.
+        """
+        tokens, most = self._tokens, min(end, _LONGEST_MATCH)
+        while length < most and tokens[end - length - 1] == tokens[-length - 1]:
+            length += 1
+        return length
 
     def _extend(self, request: Request) -> None:
         """Take in new tokens. An n-gram enters the table once a token follows it, so a suffix never matches itself."""
@@ -93,7 +115,8 @@ class NgramDrafter:
         self._tokens.extend(request.output_ids[max(known - prompt, 0) :])
         for end in range(max(known, 1), len(self._tokens)):
             for length in range(self.min_match, min(self.max_match, end) + 1):
-                self._ends[tuple(self._tokens[end - length : end])] = end
+                gram = tuple(self._tokens[end - length : end])
+                self._ends[gram] = (*self._ends.get(gram, ()), end)[-_OCCURRENCES:]
 
 
 class PendingRows:

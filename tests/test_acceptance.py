@@ -23,7 +23,7 @@ from dflash_ort.controller.acceptance import (
 from dflash_ort.records import Draft, RequestRound
 
 # By position only: no evidence, so that a naive mean can be put beside it.
-BY_POSITION = HazardPrior((0.0, 0.0, 0.0, 0.0), (1.5, 0.01, 1.0, 0.01), offset_deviation=1e-3, useless=1e-3)
+BY_POSITION = HazardPrior((0.0,) * 5, (1.5, 0.01, 1.0, 0.01, 0.01), offset_deviation=1e-3, useless=1e-3)
 
 
 def seen(
@@ -199,9 +199,11 @@ def test_survival_never_rises_and_is_a_probability(
 def test_features_say_what_they_should() -> None:
     first, second = features_of(block(0.5, 0.9), 2)
     assert len(first) == NUM_FEATURES == len(GENERIC_PRIORS["dflash"].means)
-    assert first == pytest.approx((1.0, 0.0, 0.0, 0.0), abs=1e-12)
-    assert second == pytest.approx((1.0, math.log(9.0), math.log(2.0), 0.0))
-    assert features_of(Draft(1, 7, (1,), match_length=4, kind="ngram"), 1) == [(1.0, 0.0, 0.0, 2.0)]
+    assert first == pytest.approx((1.0, 0.0, 0.0, 0.0, 0.0), abs=1e-12)
+    assert second == pytest.approx((1.0, math.log(9.0), math.log(2.0), 0.0, 0.0))
+    lookup = features_of(Draft(1, 7, (1, 2, 3, 4, 5), match_length=4, agreement=-0.5, kind="ngram"), 5)
+    assert lookup[0] == (1.0, 0.0, 0.0, 2.0, -0.5)
+    assert lookup[4] == (1.0, 0.0, math.log(5.0), 3.0, -0.5), "four drafts right make a match of eight"
     assert family("dflash", draws=True) in GENERIC_PRIORS
     assert family("dflash", draws=False) == "dflash"
 

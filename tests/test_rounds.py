@@ -124,13 +124,23 @@ def test_pending_rows_come_out_once_and_in_order(data: st.DataObject) -> None:
 # Lookup drafts --------------------------------------------------
 
 
-def naive_lookup(tokens: list[int], low: int, high: int, limit: int) -> tuple[list[int], int]:
-    """What followed the latest earlier occurrence of the longest suffix that has one."""
+def naive_lookup(tokens: list[int], low: int, high: int, limit: int) -> tuple[list[int], int, float]:
+    """What followed that one of the latest four occurrences of the longest suffix that matches furthest back; how far
+    it does, and how many of the others go on alike.
+    """
     for length in range(high, low - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if length < len(tokens) and tokens[end - length : end] == tokens[-length:]:
-                return tokens[end : end + limit], length
-    return [], 0
+        if length == len(tokens):
+            continue
+        ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]][-4:]
+        if ends:
+            match, end = max((common_suffix(tokens[:end], tokens), end) for end in ends)
+            others = [tokens[other] == tokens[end] for other in ends if other != end]
+            return tokens[end : end + limit], match, (2 * sum(others) / len(others) - 1 if others else 0)
+    return [], 0, 0
+
+
+def common_suffix(a: list[int], b: list[int]) -> int:
+    return next((n for n in range(min(len(a), 32)) if a[-1 - n] != b[-1 - n]), min(len(a), 32))
 
 
 @given(data=st.data())
@@ -151,7 +161,8 @@ def test_lookup_drafts_are_those_of_a_naive_search(data: st.DataObject) -> None:
             limit = data.draw(st.integers(1, 8))
             draft = drafter.draft(request, limit)
             seen = request.prompt_ids + request.output_ids
-            assert (list(draft.token_ids), draft.match_length) == naive_lookup(seen, low, high, min(limit, most))
+            found = list(draft.token_ids), draft.match_length, pytest.approx(draft.agreement)
+            assert found == naive_lookup(seen, low, high, min(limit, most))
             assert (draft.request_id, draft.anchor) == (4, seen[-1])
             assert draft == NgramDrafter(min_match=low, max_match=high, max_draft=most).draft(request, limit)
 
