@@ -28,6 +28,7 @@ from dflash_ort.controller.protocol import DraftOrder, RoundState
 from dflash_ort.records import Draft, RequestRound, RoundRecord, VerifyPlan
 
 _TRUSTED = 0.9
+_RIGHT_BLOCKS = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class AdaptiveSettings:
     """A request's rate is that of about this many rounds."""
     value_memory: float = 6.0
     """A drafter's worth is that of about this many blocks."""
+    surplus_memory: float = 20.0
+    """What it gave beyond what was expected is that of about this many blocks."""
     prior_blocks: float = 2.0
     """A new request believes as many blocks of the worth that earlier requests saw."""
     population_memory: float = 200.0
@@ -85,6 +88,13 @@ class _Arm:
     backoff: int
     variance: float = 0.1
     """Between blocks."""
+    surplus: float = 0.0
+    checked: float = _RIGHT_BLOCKS
+    """Tokens accepted beyond what was expected, and the recent blocks that this was seen over, together with those that
+    stand for the expectation being right.
+    """
+    expected: float = 0.0
+    """Tokens expected to be accepted of this round's block."""
     retry_in: int = 0
     """Rounds until it is tried again; 0 while it is in use."""
     trying: bool = False
@@ -99,7 +109,12 @@ class _Arm:
 
     def hope(self, optimism: float) -> float:
         """Its worth, and what is not known of it in its favour."""
-        return self.value + optimism * math.sqrt(self.variance / self.blocks)
+        return self.corrected + optimism * math.sqrt(self.variance / self.blocks)
+
+    @property
+    def corrected(self) -> float:
+        """Its worth, by what its verified blocks gave and not only by what they promised."""
+        return self.value + self.surplus / self.checked
 
 
 @dataclass(slots=True)
@@ -169,7 +184,9 @@ class Adaptive:
         passes = self._passes(live, sum(map(len, curves)) + len(live))
         lengths = _best_lengths([progress for _, progress in live], curves, passes)
         for index, (draft, progress) in enumerate(live):
-            lengths[index] = self._explore(progress, draft, lengths[index])
+            length = lengths[index] = self._explore(progress, draft, lengths[index])
+            if (arm := progress.arms.get(draft.kind)) is not None:
+                arm.expected = sum(curves[index][:length])
         committed = sum(1.0 + sum(curve[:n]) for curve, n in zip(curves, lengths, strict=True))
         rows = sum(lengths) + len(live)
         costs = self.costs
@@ -199,7 +216,7 @@ class Adaptive:
             for kind, arm in progress.arms.items():
                 population = self._populations[kind]
                 population.requests = min(population.requests + 1.0, self.settings.population_requests)
-                worth = arm.value * self._model(kind, progress).trust(request_id)
+                worth = arm.corrected * self._model(kind, progress).trust(request_id)
                 population.value += (worth - population.value) / population.requests
         for model in self.hazards.values():
             model.forget(request_id)
@@ -342,6 +359,9 @@ class Adaptive:
                 population.slowness += max(-0.5, min(0.5, surprise)) / settings.value_memory
             seconds += expected * math.exp(population.slowness) + costs.table.after_draft
             arm.reach = max(float(part.num_verified), arm.reach - 0.05)
+            keep = 1.0 - 1.0 / settings.surplus_memory
+            arm.surplus = keep * arm.surplus + part.num_accepted - arm.expected
+            arm.checked = keep * (arm.checked - _RIGHT_BLOCKS) + 1.0 + _RIGHT_BLOCKS
         progress.add(part.num_committed, seconds, settings.rate_memory)
         self._rates.add(part.num_committed, seconds, settings.population_memory)
 
