@@ -48,7 +48,9 @@ class AdaptiveSettings:
     population_requests: float = 10.0
     """A drafter's worth starts from that in about this many requests."""
     optimism: float = 1.0
-    """Standard errors of a drafter's worth that it is given the benefit of."""
+    """Standard errors of a drafter's worth that it is given the benefit of, in a long answer."""
+    long_answer: int = 256
+    """Tokens still to come from which on that is so; what may be learnt is worth less where less can be made of it."""
     first_value: float = 0.2
     """What a block is worth, in tokens, before any was seen."""
     first_retry: int = 12
@@ -81,18 +83,16 @@ class _Arm:
     """What is known of a drafter that costs time, for one request."""
 
     value: float
-    """Recent mean of ``max_n (sum S - lambda dt)``, tokens a block if the drafter is of use, and (below) the blocks
-    behind it.
-    """
+    """Recent mean of ``max_n (sum S - lambda dt)``, tokens a block if the drafter is of use, over ``blocks``."""
     blocks: float
+    seen: float
+    """Blocks in all since it was last tried again, by which its worth is certain."""
     backoff: int
     variance: float = 0.1
     """Between blocks."""
     surplus: float = 0.0
     checked: float = _RIGHT_BLOCKS
-    """Tokens accepted beyond what was expected, and the recent blocks that this was seen over, together with those that
-    stand for the expectation being right.
-    """
+    """Tokens accepted beyond expectation, and over how many blocks, those that stand for its being right included."""
     expected: float = 0.0
     """Tokens expected to be accepted of this round's block."""
     retry_in: int = 0
@@ -109,7 +109,7 @@ class _Arm:
 
     def hope(self, optimism: float) -> float:
         """Its worth, and what is not known of it in its favour."""
-        return self.corrected + optimism * math.sqrt(self.variance / self.blocks)
+        return self.corrected + optimism * math.sqrt(self.variance / self.seen)
 
     @property
     def corrected(self) -> float:
@@ -256,11 +256,14 @@ class Adaptive:
         population = self._populations.setdefault(kind, _Population(settings.first_value))
         arm = progress.arms.get(kind)
         if arm is None:
-            arm = progress.arms[kind] = _Arm(population.value, settings.prior_blocks, settings.first_retry)
+            arm = progress.arms[kind] = _Arm(
+                population.value, settings.prior_blocks, settings.prior_blocks, settings.first_retry
+            )
         horizon = max(1, min(settings.injection_horizon, state.remaining))
         price = progress.rate * self._draft_seconds(kind, state, horizon)
         arm.trying = False
-        worth = arm.hope(settings.optimism) * self._model(kind, progress).trust(state.request_id)
+        optimism = settings.optimism * min(1.0, state.remaining / settings.long_answer)
+        worth = arm.hope(optimism) * self._model(kind, progress).trust(state.request_id)
         if worth - price > free:
             self._keep(arm, population)
             return True
@@ -280,6 +283,7 @@ class Adaptive:
         arm.backoff = min(2 * arm.backoff, self._longest_retry(population, price))
         arm.retry_in, arm.trying = arm.backoff, True
         arm.blocks = min(arm.blocks, 1.0)  # what is old counts no more than what the try will show
+        arm.seen = arm.blocks
         return True
 
     def _keep(self, arm: _Arm, population: _Population) -> None:
@@ -322,6 +326,7 @@ class Adaptive:
         if arm is None or not survival:
             return
         arm.blocks = min(arm.blocks + 1.0, self.settings.value_memory)
+        arm.seen += 1.0
         trust = self._model(draft.kind, progress).trust(draft.request_id)
         surprise = max(0.0, *self._gains(progress, [s / trust for s in survival])) - arm.value
         arm.value += surprise / arm.blocks

@@ -95,7 +95,7 @@ def costs_path(manifest: Manifest, threads: int) -> Path:
 
 
 def _grid(manifest: Manifest, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    most = max(manifest.drafter.block_size, NgramDrafter().max_draft + 1)
+    most = max(manifest.drafter.max_draft, NgramDrafter().max_draft) + 1
     rows = (*(r for r in _ROWS if r < most), most)
     contexts = tuple(c for c in _CONTEXTS if c + _INJECTED + most <= max_context)
     return tuple(r for r in rows if r < max_context), contexts or (1,)
