@@ -55,8 +55,9 @@ def _text(path: Path, manifest: Manifest, graphs: dict[str, Any]) -> str:
         f"{target.num_kv_heads}, vocabulary {target.vocab_size:,}, context {target.max_context:,}",
         f"drafter    {drafter.kind}"
         + (
-            f", {manifest.draft_precision}, {drafter.num_layers} layers, block {drafter.block_size}, vocabulary "
-            f"{drafter.draft_vocab_size:,}, taps after layers {', '.join(map(str, target.tapped_layers))}"
+            f", {manifest.draft_precision}, {drafter.num_layers} layers, block {drafter.block_size} "
+            f"({drafter.max_draft} drafts), vocabulary {drafter.draft_vocab_size:,}, "
+            f"taps after layers {', '.join(map(str, target.tapped_layers))}"
             if drafter.kind == "dflash"
             else ""
         ),

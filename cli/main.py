@@ -14,6 +14,7 @@ from dflash_ort import __version__
 from dflash_ort.cli.bench import bench
 from dflash_ort.cli.calibrate import calibrate
 from dflash_ort.cli.console import complain, show_log_warnings
+from dflash_ort.cli.distill import distill
 from dflash_ort.cli.doctor import doctor
 from dflash_ort.cli.export import export
 from dflash_ort.cli.inspect import inspect
@@ -48,7 +49,7 @@ def cli() -> None:
     """
 
 
-for command in (export, run, inspect, calibrate, bench, doctor):
+for command in (export, run, inspect, calibrate, bench, distill, doctor):
     cli.add_command(command)
 
 

@@ -130,6 +130,42 @@ class TargetCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterExtensions:
+    """What a drafter does beyond z-lab's format, named in its config (`dflash_config`, `extensions`); all off is plain.
+
+    A program that does not know an extension must refuse the drafter: it would draft nonsense.
+    """
+
+    next_token: bool = False
+    """Row ``i`` of the block predicts the token *after* slot ``i``, so that the anchor's own row gives the first draft
+    and a block of B slots gives B drafts.
+    """
+    context_start: bool = False
+    """Every block row starts from its slot's embedding plus ``start @`` the tapped states of the last injected row
+    (as they come, not the normed context feature) plus ``start_embed @`` the anchor's embedding.
+    """
+    slot_embeddings: bool = False
+    """Mask slot ``i`` is row ``i`` of a table of its own (row 0 is unused) instead of the mask token's embedding."""
+
+    def tensor_shapes(self, *, hidden_size: int, taps: int, block_size: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that the extensions add to a checkpoint."""
+        h = hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.context_start:
+            shapes |= {"start.weight": (h, taps * h), "start_embed.weight": (h, h)}
+        if self.slot_embeddings:
+            shapes["slot_embeddings.weight"] = (block_size, h)
+        return shapes
+
+    def num_drafts(self, block_size: int) -> int:
+        """Drafts of a block of ``block_size`` slots, the anchor's among them."""
+        return block_size if self.next_token else block_size - 1
+
+
+PLAIN = DrafterExtensions()
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterCheckpoint:
     """A DFlash drafter in z-lab's format. ``tensor(name)`` returns float32; embeddings and LM head are the target's.
 
@@ -145,6 +181,7 @@ class DrafterCheckpoint:
     num_target_layers: int | None
     draft_vocabulary: Array | None
     source: Mapping[str, str]
+    extensions: DrafterExtensions = PLAIN
 
     def check_fits(self, target: DecoderConfig) -> None:
         """Raise CheckpointError unless this drafter was made for a target of this shape."""

@@ -3,6 +3,7 @@
 As in z-lab's reference: ``fc`` and ``hidden_norm`` turn the target's tapped states into context features; every layer
 projects them with its own k and v (KV injection) and the block's rows attend to the context and to each other, both
 ways. Slot ``i`` of the block, a mask token, predicts the token *at* slot ``i``; slot 0 holds the last committed token.
+Extensions of ours change what the rows start from and what they predict (see `DrafterExtensions`).
 
 Context rows and block rows share one ``GroupQueryAttention`` call (context first), which appends both to the cache; the
 runtime takes the block's rows back by length. The context rows' queries are computed and thrown away: they are few.
@@ -23,6 +24,9 @@ from dflash_ort.exporter.linear import LinearWeights, Recipe
 from dflash_ort.exporter.target_graph import embedding, head_rows
 from dflash_ort.models import graph_names as names
 
+_END = np.iinfo(np.int64).max
+"""As far as there are rows, in a Slice."""
+
 
 def build_drafter_graph(
     drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, positions: int, vocab_size: int
@@ -41,7 +45,7 @@ def build_drafter_graph(
 
     features = context_layers.linear(injected, "fc", ["fc"], width, config.hidden_size)
     context = g.rms_norm(features, layers.norm_weight("hidden_norm"), config.norm_epsilon)
-    residual = g.op("Gather", [embedding(g, target.config), block_ids])
+    residual = _block_start(g, layers, drafter, embedding(g, target.config), injected, block_ids)
     normed = g.rms_norm(residual, layers.norm_weight("layers.0.input_layernorm"), config.norm_epsilon)
     for layer in range(config.num_layers):
         qkv = all_layers.qkv(g.op("Concat", [context, normed], axis=1), layer)
@@ -53,9 +57,45 @@ def build_drafter_graph(
         weight = layers.norm_weight("norm" if last else f"layers.{layer + 1}.input_layernorm")
         normed, residual = g.add_rms_norm(mlp, residual, weight, config.norm_epsilon)
 
-    masks = g.op("Slice", [normed, g.ints(1), g.ints(np.iinfo(np.int64).max), g.ints(1)])
-    _head(g, drafter, target, recipe, masks, vocab_size)
+    if not drafter.extensions.next_token:
+        normed = _after_first(g, normed)
+    _head(g, drafter, target, recipe, normed, vocab_size)
     return g
+
+
+def _block_start(
+    g: GraphBuilder,
+    layers: LayerBuilder,
+    drafter: DrafterCheckpoint,
+    embeddings: ir.Value,
+    injected: ir.Value,
+    block_ids: ir.Value,
+) -> ir.Value:
+    """What the block's rows start from, ``[1, block, hidden_size]``; the block may be empty.
+
+    With `context_start` a block needs a row injected in the same pass, which the runtime always has: the round before
+    has committed one.
+    """
+    extensions, h = drafter.extensions, layers.config.hidden_size
+    anchor = g.op("Gather", [embeddings, g.op("Slice", [block_ids, g.ints(0), g.ints(1), g.ints(1)])])
+    if extensions.slot_embeddings:
+        name = "slot_embeddings.weight"
+        table = g.weight(name, lambda: drafter.tensor(name), (drafter.block_size, h), ir.DataType.FLOAT)
+        masks = g.op("Slice", [table, g.ints(1), g.num_rows(block_ids), g.ints(0)])
+        rows = g.op("Concat", [anchor, g.op("Unsqueeze", [masks, g.ints(0)])], axis=1)
+    else:
+        rows = g.op("Gather", [embeddings, block_ids])
+    if not extensions.context_start:
+        return rows
+    last = g.op("Slice", [injected, g.ints(-1), g.ints(_END), g.ints(1)])
+    width = len(drafter.target_layer_ids) * h
+    start = layers.over(g.ints(1)).linear(last, "fc", ["start"], width, h)
+    start_embed = layers.over(g.num_rows(anchor)).linear(anchor, "fc", ["start_embed"], h, h)
+    return g.op("Add", [rows, g.op("Add", [start, start_embed])])
+
+
+def _after_first(g: GraphBuilder, rows: ir.Value) -> ir.Value:
+    return g.op("Slice", [rows, g.ints(1), g.ints(_END), g.ints(1)])
 
 
 class _Rows:
@@ -91,13 +131,13 @@ def _head(
     drafter: DrafterCheckpoint,
     target: TargetCheckpoint,
     recipe: Recipe,
-    masks: ir.Value,
+    rows: ir.Value,
     vocab_size: int,
 ) -> None:
-    """The target's LM head on the draft vocabulary's rows, the best id of each mask and its log-probability."""
+    """The target's LM head on the draft vocabulary's rows, the best id of each drafting row and its log-probability."""
     ids = draft_vocabulary(drafter, vocab_size)
     head = LinearWeights("lm_head", target.config.hidden_size, len(ids), head_rows(target, ids))
-    logits = recipe["lm_head"].apply(g, masks, head, g.num_rows(masks))
+    logits = recipe["lm_head"].apply(g, rows, head, g.num_rows(rows))
     best = g.op("ArgMax", [logits], axis=-1, keepdims=0, select_last_index=0)
     draft_ids = g.op("Gather", [g.constant("draft_vocabulary", ids), best])
     # log p(best) = max - logsumexp: the largest entry of log-softmax.

@@ -2,19 +2,20 @@
 
 Conventions: `target_layer_ids` index layers from 0 and mean the residual stream after that layer; `block_size` stands
 at the top level in older checkpoints and inside `dflash_config` in newer ones; `d2t` holds offsets, target id = draft
-id + offset.
+id + offset. Extensions of ours stand in `dflash_config`, `extensions`, each true or false.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_ort.errors import CheckpointError
-from dflash_ort.exporter.checkpoint import Array, DecoderConfig, DrafterCheckpoint
+from dflash_ort.exporter.checkpoint import Array, DecoderConfig, DrafterCheckpoint, DrafterExtensions
 from dflash_ort.exporter.hf_reader import (
     ConfigValues,
     SafetensorsReader,
@@ -46,12 +47,12 @@ def read_drafter(path: Path) -> DrafterCheckpoint:
     if not layer_ids:
         raise dflash.missing("target_layer_ids")
     block_size = dflash.whole("block_size")
-    if block_size < 2:
-        raise CheckpointError(
-            f"the drafter's block_size is {block_size}; expected 2 or more (the last token and one mask)"
-        )
+    extensions = _extensions(dflash)
+    if extensions.num_drafts(block_size) < 1:
+        least = "1 or more" if extensions.next_token else "2 or more (the last token and one mask)"
+        raise CheckpointError(f"the drafter's block_size is {block_size}; expected {least}")
     tensors = SafetensorsReader(path)
-    tensors.require(_tensor_shapes(config, len(layer_ids)))
+    tensors.require(drafter_tensor_shapes(config, len(layer_ids), block_size, extensions))
     return DrafterCheckpoint(
         config=config,
         tensor=tensors.float32,
@@ -61,6 +62,7 @@ def read_drafter(path: Path) -> DrafterCheckpoint:
         num_target_layers=values.whole("num_target_layers", 0) or None,
         draft_vocabulary=_draft_vocabulary(tensors, config, path),
         source={"kind": "dflash", "name": path.resolve().name, **tensors.hashes()},
+        extensions=extensions,
     )
 
 
@@ -76,12 +78,30 @@ def _dflash_values(values: ConfigValues) -> ConfigValues:
     return ConfigValues({**values.raw, **inner}, f"{values.where} (dflash_config and the top level)")
 
 
-def _tensor_shapes(config: DecoderConfig, taps: int) -> dict[str, tuple[int, ...]]:
+def _extensions(dflash: ConfigValues) -> DrafterExtensions:
+    """Those that are on. Raises CheckpointError for one that this version does not know, whatever its value."""
+    raw = dflash.section("extensions")
+    known = {field.name for field in fields(DrafterExtensions)}
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise CheckpointError(
+            f"{dflash.where} has the extensions {', '.join(map(repr, unknown))}, which this version does not know; "
+            "the drafter needs a newer version of dflash-ort"
+        )
+    values = ConfigValues(raw, f"{dflash.where}, extensions,")
+    return DrafterExtensions(**{name: values.flag(name) for name in known})
+
+
+def drafter_tensor_shapes(
+    config: DecoderConfig, taps: int, block_size: int, extensions: DrafterExtensions
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a drafter's tensors, but for ``d2t`` and ``t2d``."""
     h = config.hidden_size
     shapes = layer_tensor_shapes(config, "")
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.self_attn.{n}_norm.weight": (config.head_dim,) for n in "qk"}
-    return shapes | {"fc.weight": (h, taps * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    shapes |= {"fc.weight": (h, taps * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    return shapes | extensions.tensor_shapes(hidden_size=h, taps=taps, block_size=block_size)
 
 
 def _draft_vocabulary(tensors: SafetensorsReader, config: DecoderConfig, path: Path) -> Array | None:

@@ -54,6 +54,10 @@ class ExportOptions:
     max_context: int | None = None
     pad_attention: bool = True
     """False leaves out the two-row floor: faster for plain decoding and *not exact*. For benchmarks and tests."""
+    batched: bool = False
+    """Write the target's batched form (see `target_graph`): for making training data, no engine runs it."""
+    taps: tuple[int, ...] = ()
+    """Layers to tap, where there is no model drafter to name them."""
     name: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own arguments, for the provenance."""
@@ -115,7 +119,9 @@ def _specs(
             f"max_context is {max_context}; this checkpoint's positions allow 2 to {config.max_positions}"
         )
     vocab_size = min(config.vocab_size, _tokenizer_size(target.tokenizer_json))
-    taps: tuple[int, ...] = ()
+    taps = options.taps
+    if any(not 0 <= layer < config.num_layers for layer in taps):
+        raise CheckpointError(f"the taps are {list(taps)}; this target has layers 0 to {config.num_layers - 1}")
     drafter_spec = DrafterSpec(kind="none")
     if isinstance(drafter, DrafterCheckpoint):
         taps = drafter.target_layer_ids
@@ -127,6 +133,7 @@ def _specs(
             num_kv_heads=drafter.config.num_kv_heads,
             head_dim=drafter.config.head_dim,
             draft_vocab_size=len(draft_vocabulary(drafter, vocab_size)),
+            next_token=drafter.extensions.next_token,
         )
     elif drafter == "ngram":
         drafter_spec = DrafterSpec(kind="ngram")
@@ -172,7 +179,7 @@ def _write(
 ) -> Manifest:
     """Everything but the self-check's results."""
     bundle.mkdir()
-    _write_target(bundle, target, spec, options.precision, drafter_spec.block_size, options.pad_attention, progress)
+    _write_target(bundle, target, spec, options, drafter_spec.block_size, progress)
     draft_precision: Precision | None = None
     if isinstance(drafter, DrafterCheckpoint):
         draft_precision = options.draft_precision
@@ -197,6 +204,7 @@ def _write(
             "target": dict(target.source),
             "drafter": dict(drafter.source) if isinstance(drafter, DrafterCheckpoint) else drafter,
             "pad_attention": options.pad_attention,
+            "batched": options.batched,
             "versions": {name: version(name) for name in ("dflash-ort", "onnx", "onnx-ir", "numpy")}
             | {"python": platform.python_version()},
         },
@@ -209,20 +217,20 @@ def _write_target(
     directory: Path,
     target: TargetCheckpoint,
     spec: ModelSpec,
-    precision: Precision,
+    options: ExportOptions,
     block: int,
-    padded: bool,
     progress: Progress,
 ) -> None:
-    progress(f"writing the target's graph ({precision})")
+    progress(f"writing the target's graph ({options.precision})")
     write_embedding(target, directory)
     graph = build_target_graph(
         target,
-        recipe(precision),
+        recipe(options.precision),
         positions=spec.max_context + block + 1,
         vocab_size=spec.vocab_size,
         taps=spec.tapped_layers,
-        pad_attention=padded,
+        pad_attention=options.pad_attention,
+        batched=options.batched,
     )
     graph.save(directory / TARGET_GRAPH, f"{TARGET_GRAPH}.data")
     onnx.checker.check_model(directory / TARGET_GRAPH)

@@ -80,14 +80,17 @@ class CachedAttention:
     """``GroupQueryAttention`` over fixed-capacity key and value buffers that the runtime binds in place.
 
     Past and present are the same memory, so a pass appends rows and a shorter length later takes them back without a
-    copy.
+    copy. ``batched``: the buffers have a batch axis, and each request of the batch its own length.
     """
 
-    def __init__(self, g: GraphBuilder, config: DecoderConfig, positions: int, *, causal: bool) -> None:
+    def __init__(
+        self, g: GraphBuilder, config: DecoderConfig, positions: int, *, causal: bool, batched: bool = False
+    ) -> None:
         self.g, self.config, self.causal = g, config, causal
+        self._batch: int | str = "batch" if batched else 1
         cos, sin = config.rope.tables(positions, config.head_dim)
         self._cos, self._sin = g.constant("rotary_cos", cos), g.constant("rotary_sin", sin)
-        self._last_key = g.input(names.LAST_KEY, ir.DataType.INT32, [1])
+        self._last_key = g.input(names.LAST_KEY, ir.DataType.INT32, [self._batch])
         self._total = g.input(names.TOTAL_LENGTH, ir.DataType.INT32, [1])
 
     def attend(
@@ -95,7 +98,7 @@ class CachedAttention:
     ) -> ir.Value:
         """Attention of one layer; ``query`` alone means fused query, key and value rows."""
         c, g = self.config, self.g
-        shape: list[int | str] = [1, c.num_kv_heads, "capacity", c.head_dim]
+        shape: list[int | str] = [self._batch, c.num_kv_heads, "capacity", c.head_dim]
         past = [g.input(names.past(kind, layer), ir.DataType.FLOAT, shape) for kind in ("key", "value")]
         attributes = {} if self.causal else {"causal": 0}
         out, present_key, present_value = g.op_multi(

@@ -8,7 +8,7 @@ scale for all rows, which breaks that and the model's text too; nothing here doe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -82,6 +82,23 @@ class Int8PerRow:
         return _add_bias(g, g.op("Mul", [y, row_scale]), weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Balanced:
+    """`Int8PerRow` for inputs whose channels differ by orders of magnitude, as residual streams do.
+
+    One scale per row would leave nothing of the quiet channels, whose weights are large. Each channel is multiplied by
+    the root mean square of its weights, and these are divided by it, so that a row is quantised by what its channels
+    contribute.
+    """
+
+    def apply(self, g: GraphBuilder, x: ir.Value, weights: LinearWeights, rows: ir.Value) -> ir.Value:
+        weight = weights.load()
+        size = np.sqrt(np.mean(np.square(weight, dtype=np.float64), axis=0)).astype(np.float32)
+        even = weight / np.where(size > 0, size, np.float32(1))
+        scaled = g.op("Mul", [x, g.weight(f"{weights.name}.channels", lambda: size, size.shape, ir.DataType.FLOAT)])
+        return Int8PerRow().apply(g, scaled, replace(weights, load=lambda: even), rows)
+
+
 Recipe = Mapping[Role, LinearFormat]
 
 _ROLES: tuple[Role, ...] = ("qkv", "attention_out", "gate_up", "down", "lm_head", "fc")
@@ -89,8 +106,9 @@ _FORMATS: dict[Precision, LinearFormat] = {"fp32": Float32(), "int8": Int8PerRow
 
 
 def recipe(precision: Precision) -> Recipe:
-    """The format of every role at a named precision."""
-    return dict.fromkeys(_ROLES, _FORMATS[precision])
+    """The format of every role at a named precision. Roles of ``fc`` read the target's tapped states."""
+    formats = dict.fromkeys(_ROLES, _FORMATS[precision])
+    return formats | {"fc": Int8Balanced()} if precision == "int8" else formats
 
 
 def quantise_channels(weight: Array) -> tuple[Array, Array]:

@@ -4,6 +4,9 @@ Attention runs over ``query_rows``, a gather of this pass's rows that repeats on
 a single query row: ``GroupQueryAttention`` answers one row with other bits than several (the two-row floor of the
 design). The repeated row's key and value land behind the last real one and are overwritten by the next pass.
 ``packed_rows`` takes the real rows back.
+
+The batched form is for making training data, where the last bits do not matter: linear layers run over all requests'
+rows as one, and only attention sees the batch. It has no padding.
 """
 
 from __future__ import annotations
@@ -29,23 +32,29 @@ def build_target_graph(
     vocab_size: int,
     taps: tuple[int, ...],
     pad_attention: bool = True,
+    batched: bool = False,
 ) -> GraphBuilder:
     """The target as a graph.
 
     ``positions``: length of the rotary tables. ``vocab_size``: rows of the LM head, at most the checkpoint's; rows
     beyond the tokenizer are padding that must never be sampled, so they are left out. ``taps``: layers whose residual
     stream is put out. ``pad_attention=False`` leaves the two gathers out: faster for one row and not exact; benchmarks
-    and tests use it.
+    and tests use it. ``batched`` adds an input `names.BATCH` and leaves them out too: one row each for several
+    requests, or many rows for one (several rows each is more than ``GroupQueryAttention`` takes on a past).
     """
     config = checkpoint.config
     g = GraphBuilder("target")
     input_ids = g.input(names.INPUT_IDS, ir.DataType.INT64, [1, "rows"])
-    query_rows = g.input(names.QUERY_ROWS, ir.DataType.INT64, ["attention_rows"]) if pad_attention else None
-    packed_rows = g.input(names.PACKED_ROWS, ir.DataType.INT64, ["rows"]) if pad_attention else None
+    pad = pad_attention and not batched
+    query_rows = g.input(names.QUERY_ROWS, ir.DataType.INT64, ["attention_rows"]) if pad else None
+    packed_rows = g.input(names.PACKED_ROWS, ir.DataType.INT64, ["rows"]) if pad else None
     logits_rows = g.input(names.LOGITS_ROWS, ir.DataType.INT64, ["logits"])
-    attention = CachedAttention(g, config, positions, causal=True)
+    batch = g.input(names.BATCH, ir.DataType.INT64, [1]) if batched else None
+    attention = CachedAttention(g, config, positions, causal=True, batched=batched)
     layers = LayerBuilder(g, config, checkpoint.tensor, recipe, "model.", rows=g.num_rows(input_ids))
 
+    width = config.query_width + 2 * config.kv_width
+    by_request = g.op("Concat", [batch, g.ints(-1, width)], axis=0) if batch is not None else None
     residual = g.op("Gather", [embedding(g, config), input_ids])
     normed = g.rms_norm(residual, layers.norm_weight("layers.0.input_layernorm"), config.norm_epsilon)
     tapped: dict[int, ir.Value] = {}
@@ -53,7 +62,11 @@ def build_target_graph(
         qkv = layers.qkv(normed, layer)
         if query_rows is not None:
             qkv = g.op("Gather", [qkv, query_rows], axis=1)
+        if by_request is not None:
+            qkv = g.op("Reshape", [qkv, by_request])
         attended = attention.attend(layer, qkv)
+        if by_request is not None:
+            attended = g.op("Reshape", [attended, g.ints(1, -1, config.query_width)])
         if packed_rows is not None:
             attended = g.op("Gather", [attended, packed_rows], axis=1)
         after = layers.norm_weight(f"layers.{layer}.post_attention_layernorm")

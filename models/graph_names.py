@@ -2,7 +2,12 @@
 
 Shapes: ``rows`` token rows of this pass; ``attention_rows`` rows seen by attention (``rows``, padded to the two-row
 floor); ``logits`` rows that go through the LM head; ``injected`` newly committed rows for the drafter; ``block`` the
-drafter's block. The leading 1 is the batch axis. Key and value buffers are ``[1, kv_heads, capacity, head_dim]``.
+drafter's block; ``drafts`` what a block proposes, `DrafterSpec.max_draft`. The leading 1 is the batch axis. Key and
+value buffers are ``[1, kv_heads, capacity, head_dim]``.
+
+The target's *batched* form, which no bundle holds, answers several requests with as many rows each: ``rows`` are then
+all requests' rows, one request behind the other, `LAST_KEY` is ``[batch]``, `TOTAL_LENGTH` the longest request's and
+the buffers are ``[batch, kv_heads, capacity, head_dim]``.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ INPUT_IDS = "input_ids"  # int64 [1, rows]
 QUERY_ROWS = "query_rows"  # int64 [attention_rows]: the row that feeds each attention row
 PACKED_ROWS = "packed_rows"  # int64 [rows]: the attention row that answers each row
 LOGITS_ROWS = "logits_rows"  # int64 [logits]: rows that go through the LM head
+BATCH = "batch"  # int64 [1]: requests that share the pass; the batched form only
 LAST_KEY = "seqlens_k"  # int32 [1]: keys after this pass, padding included, less one
 TOTAL_LENGTH = "total_sequence_length"  # int32 [1]: keys after this pass, padding included
 
@@ -20,9 +26,9 @@ HIDDEN = "hidden"  # float32 [1, rows, taps * hidden_size]: residual streams aft
 
 INJECTED = "injected_hidden"  # float32 [1, injected, taps * hidden_size]
 BLOCK_IDS = "block_ids"  # int64 [1, block]: the anchor, then mask tokens
-DRAFT_IDS = "draft_ids"  # int64 [1, block - 1], in the target's vocabulary
-DRAFT_LOGPROBS = "draft_logprobs"  # float32 [1, block - 1]: log-probability of each draft id at temperature 1
-DRAFT_LOGITS = "draft_logits"  # float32 [1, block - 1, draft_vocab]
+DRAFT_IDS = "draft_ids"  # int64 [1, drafts], in the target's vocabulary
+DRAFT_LOGPROBS = "draft_logprobs"  # float32 [1, drafts]: log-probability of each draft id at temperature 1
+DRAFT_LOGITS = "draft_logits"  # float32 [1, drafts, draft_vocab]
 
 EMBEDDING_FILE = "embedding.bin"  # float32 [vocab, hidden_size], little endian; both graphs map it
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.npy"  # int64 [draft_vocab]: the target id of each column of draft_logits

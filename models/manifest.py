@@ -158,7 +158,7 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def _decode(cls: type[T], raw: Any, where: str) -> T:
-    """A dataclass from JSON: no unknown key, no missing one, every value of its declared type."""
+    """A dataclass from JSON: no unknown key, none missing but those that may be, every value of its declared type."""
     if not isinstance(raw, dict):
         raise BundleError(f"{where}: expected an object for {cls.__name__}, found {type(raw).__name__}")
     hints = get_type_hints(cls)
@@ -168,6 +168,8 @@ def _decode(cls: type[T], raw: Any, where: str) -> T:
             raise BundleError(f"{where}: unknown key '{key}' in {cls.__name__}; the bundle is foreign or damaged")
     values = {}
     for name in known:
+        if name not in raw and known[name].metadata.get("may_be_absent"):
+            continue
         if name not in raw:
             raise BundleError(f"{where}: no key '{name}' in {cls.__name__}; the bundle is foreign or damaged")
         values[name] = _convert(hints[name], raw[name], f"{where}: {name}")

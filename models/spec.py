@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 DrafterKind = Literal["dflash", "ngram", "none"]
+
+MAY_BE_ABSENT = MappingProxyType({"may_be_absent": True})
+"""Metadata of a field that is younger than bundle format 1: a bundle without it means the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,9 @@ class ModelSpec:
 class DrafterSpec:
     """A drafter's shape. ``kind``: "dflash" has a graph, "ngram" looks continuations up, "none" drafts nothing.
 
-    ``block_size`` counts the anchor in slot 0, so a block proposes ``block_size - 1`` tokens. ``draft_vocab_size`` is
-    smaller than the target's where the drafter has a reduced vocabulary (the graph maps ids back).
+    ``block_size`` counts the anchor in slot 0, so a block proposes ``block_size - 1`` tokens, or ``block_size`` where
+    each row drafts the token after its slot (``next_token``). ``draft_vocab_size`` is smaller than the target's where
+    the drafter has a reduced vocabulary (the graph maps ids back).
     """
 
     kind: DrafterKind
@@ -46,8 +51,9 @@ class DrafterSpec:
     num_kv_heads: int = 0
     head_dim: int = 0
     draft_vocab_size: int = 0
+    next_token: bool = field(default=False, metadata=MAY_BE_ABSENT)
 
     @property
     def max_draft(self) -> int:
         """Most tokens one block can propose."""
-        return max(self.block_size - 1, 0)
+        return self.block_size if self.next_token else max(self.block_size - 1, 0)

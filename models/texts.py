@@ -52,24 +52,37 @@ def bench_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
     Other keys are ignored. Raises RequestError that names the line, OSError for a file that cannot be opened.
     """
     path = path or _TEXTS / "bench.jsonl"
+    return tuple(bench_prompt(json_line(line, where), where, number) for number, where, line in prompt_lines(path))
+
+
+def prompt_lines(path: Path) -> list[tuple[int, str, str]]:
+    """The lines of a prompts file that are not blank: number (from 1), what to call it in a message, and text.
+
+    Raises RequestError for a file that is not UTF-8 or holds none, OSError for one that cannot be opened.
+    """
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"'{path}' is not UTF-8 (byte {error.start}); convert it, with iconv for instance") from None
-    prompts = tuple(_bench_prompt(line, path, n) for n, line in enumerate(lines, start=1) if line.strip())
-    if not prompts:
+    found = [(n, f"'{path}' line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
         raise RequestError(f"'{path}' holds no prompts; expected JSON lines with 'turns'")
-    return prompts
+    return found
 
 
-def _bench_prompt(line: str, path: Path, number: int) -> BenchPrompt:
-    where = f"'{path}' line {number}"
+def json_line(line: str, where: str) -> dict[str, Any]:
+    """The object on a line. Raises RequestError."""
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON ({error}); expected an object with 'turns'") from None
     if not isinstance(raw, dict):
         raise RequestError(f"{where} is not an object; expected one with 'turns', a list of texts")
+    return raw
+
+
+def bench_prompt(raw: dict[str, Any], where: str, number: int) -> BenchPrompt:
+    """A prompt from a line's object. Raises RequestError."""
     turns = raw.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise RequestError(f"{where} has no 'turns', a list of texts that are not empty")

@@ -64,7 +64,7 @@ class KVCache:
         size = (1, shape.num_kv_heads, capacity, shape.head_dim)
         for layer in range(shape.num_layers):
             for kind in ("key", "value"):
-                buffer = _reserve(size)
+                buffer = reserve(size)
                 self._buffers.append(buffer)
                 self.binding.input(names.past(kind, layer), buffer)
                 self.binding.output(names.present(kind, layer), buffer)
@@ -75,7 +75,7 @@ class KVCache:
             buffer[...] = value
 
 
-def _reserve(shape: tuple[int, ...]) -> np.ndarray:
+def reserve(shape: tuple[int, ...]) -> np.ndarray:
     """Zeroed float32 memory that becomes real a page at a time.
 
     Huge pages are declined: the rows of each head lie far apart, and with 2 MB pages a short text would occupy most of

@@ -165,7 +165,8 @@ class DFlashModel:
 
         ``injected`` is pieces of float32 ``[rows, taps * hidden]``. Returns draft ids int64 ``[drafts]``, their
         log-probabilities float32 ``[drafts]`` and logits float32 ``[drafts, draft vocabulary]``; the next run
-        overwrites them. The block's rows are taken back from the cache, the injected ones stay.
+        overwrites them. The block's rows are taken back from the cache, the injected ones stay. A block comes with at
+        least one injected row: some drafters start from the last one.
         """
         block = self._no_block if anchor is None else self._block
         if anchor is not None:
@@ -174,7 +175,7 @@ class DFlashModel:
         self._total[0] = total = cache.length.value + rows.shape[1] + block.shape[1]
         self._last_key[0] = total - 1
         cache.length.check_room(rows.shape[1] + block.shape[1])
-        binding, drafts = cache.binding, max(block.shape[1] - 1, 0)
+        binding, drafts = cache.binding, 0 if anchor is None else self.spec.max_draft
         ids, logprobs = self._ids.take(1, drafts), self._logprobs.take(1, drafts)
         logits = self._logits.take(1, drafts, len(self.vocabulary))
         binding.input(names.INJECTED, rows)

@@ -33,10 +33,13 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         draft_vocab: int | None = None,
         block_size: int = 6,
         pad_attention: bool = True,
+        extensions: tuple[str, ...] = (),
     ) -> Path:
-        name = f"{precision}-{abs(hash((shape, draft_vocab, block_size, pad_attention)))}"
+        name = f"{precision}-{abs(hash((shape, draft_vocab, block_size, pad_attention, extensions)))}"
         target = write_target(root / f"{name}-target", shape)
-        drafter = write_drafter(root / f"{name}-drafter", shape, draft_vocab=draft_vocab, block_size=block_size)
+        drafter = write_drafter(
+            root / f"{name}-drafter", shape, draft_vocab=draft_vocab, block_size=block_size, extensions=extensions
+        )
         output = root / name
         options = ExportOptions(precision=precision, draft_precision=precision, pad_attention=pad_attention)
         export_bundle(read_target(target), read_drafter_option(str(drafter)), output, options)

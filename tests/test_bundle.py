@@ -70,6 +70,12 @@ class TestManifest:
         backwards = dict(reversed(manifest.files.items()))
         assert replace(manifest, files=backwards).identity == manifest.identity
 
+    def test_bundles_from_before_the_extensions_are_read(self, bundle: Path) -> None:
+        written = read_manifest(bundle)
+        edit(bundle, lambda m: m["drafter"].pop("next_token"))
+        assert read_manifest(bundle) == written
+        assert not written.drafter.next_token
+
     DAMAGES: dict[str, tuple[Callable[[Json], object], tuple[str, ...]]] = {  # noqa: RUF012
         "unknown-key": (lambda m: m.update(extra=1), ("unknown key 'extra'", "Manifest")),
         "unknown-nested-key": (lambda m: m["target"].update(extra=1), ("unknown key 'extra'", "ModelSpec")),

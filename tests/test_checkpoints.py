@@ -58,6 +58,10 @@ def config(**changes: object) -> Damage:
     return lambda d: edit_config(d, **changes)
 
 
+def extensions(value: object) -> Damage:
+    return config(dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 2], "extensions": value})
+
+
 def tensors(**changes: np.ndarray | None) -> Damage:
     """Changes to tensors; a double underscore stands for a dot."""
     return lambda d: edit_tensors(d, {name.replace("__", "."): array for name, array in changes.items()})
@@ -206,6 +210,10 @@ class TestDrafter:
         "taps-kind": (config(dflash_config={"target_layer_ids": ["0"]}), ("target_layer_ids", "whole number")),
         "no-mask": (config(dflash_config={"target_layer_ids": [0, 2]}), ("mask_token_id",)),
         "dflash-kind": (config(dflash_config=[1]), ("dflash_config", "object")),
+        "extension": (extensions({"markov": False}), ("'markov'", "newer version of dflash-ort")),
+        "extension-kind": (extensions({"next_token": 1}), ("next_token", "true or false")),
+        "extensions-kind": (extensions(["next_token"]), ("extensions", "object")),
+        "extension-tensor": (extensions({"context_start": True}), ("start.weight",)),
         "sliding": (config(layer_types=["full_attention", "sliding_attention"]), ("sliding-window",)),
         "sliding-flag": (config(layer_types=None, use_sliding_window=True), ("sliding-window",)),
         "fewer-taps": (config(dflash_config={"mask_token_id": 3, "target_layer_ids": [0]}), ("fc.weight", "[64, 64]")),

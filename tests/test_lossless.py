@@ -23,6 +23,7 @@ from dflash_ort.runtime.drafters import Drafter
 from dflash_ort.runtime.engine import Generation
 from dflash_ort.runtime.target import TargetPass
 from tests.fakes import GivenDrafterEngine, OracleDrafter, RandomLengths, Recording, WatchedLength, byte_ids, only_parts
+from tests.tiny import EXTENSIONS
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 SURVIVAL = (0.85, 0.75, 0.65, 0.55, 0.45)
@@ -226,10 +227,11 @@ def test_streams_taking_turns_are_as_if_alone(lab: Lab) -> None:
 
 
 def test_a_reduced_vocabulary_and_another_block_size_change_nothing(tiny_bundle: Callable[..., Path]) -> None:
-    """Drafters differ, the target does not: neither may the text."""
+    """Drafters differ, extensions and all, the target does not: neither may the text."""
     params = SamplingParams(max_new_tokens=32, temperature=0.8, top_p=0.95, seed=1)
     answers = set()
-    for options in ({}, {"draft_vocab": 100}, {"block_size": 2}, {"block_size": 11}):
+    extended = [{"extensions": (name,)} for name in EXTENSIONS] + [{"extensions": EXTENSIONS, "block_size": 1}]
+    for options in ({}, {"draft_vocab": 100}, {"block_size": 2}, {"block_size": 11}, *extended):
         with GivenDrafterEngine.load(tiny_bundle("int8", **options)) as engine:
             for drafter, length in itertools.product(("none", "dflash"), ("fixed:1", "fixed:max")):
                 answer = engine.generate("hello", params, raw=True, drafter=drafter, controller=length)

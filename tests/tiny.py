@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EXTENSIONS = ("next_token", "context_start", "slot_embeddings")
+"""What a drafter may do beyond z-lab's format."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>")
 
 
@@ -105,9 +107,12 @@ def write_drafter(
     taps: tuple[int, ...] = (0, 2),
     layers: int = 2,
     draft_vocab: int | None = None,
+    extensions: Sequence[str] = (),
     seed: int = 1,
 ) -> Path:
-    """Write a random DFlash drafter in z-lab's format; ``draft_vocab`` makes a reduced vocabulary with d2t and t2d."""
+    """Write a random DFlash drafter in z-lab's format; ``draft_vocab`` makes a reduced vocabulary with d2t and t2d,
+    ``extensions`` are those of ours that are on.
+    """
     rng = np.random.default_rng(seed)
     h, f, q, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
@@ -133,10 +138,17 @@ def write_drafter(
             f"{at}.mlp.up_proj.weight": normal(f, h),
             f"{at}.mlp.down_proj.weight": normal(h, f),
         }
+    if "context_start" in extensions:
+        tensors |= {"start.weight": normal(h, len(taps) * h), "start_embed.weight": normal(h, h)}
+    if "slot_embeddings" in extensions:
+        tensors["slot_embeddings.weight"] = normal(block_size, h)
     if draft_vocab is not None:
         ids = np.sort(rng.choice(260, draft_vocab, replace=False)).astype(np.int64)
         tensors["d2t"] = ids - np.arange(draft_vocab)
         tensors["t2d"] = np.isin(np.arange(shape.vocab), ids)
+    dflash: dict[str, Any] = {"mask_token_id": 3, "target_layer_ids": list(taps)}
+    if extensions:
+        dflash["extensions"] = dict.fromkeys(extensions, True)
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -154,7 +166,7 @@ def write_drafter(
         "num_target_layers": shape.layers,
         "block_size": block_size,
         "layer_types": ["full_attention"] * layers,
-        "dflash_config": {"mask_token_id": 3, "target_layer_ids": list(taps)},
+        "dflash_config": dflash,
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -168,6 +180,16 @@ def edit_config(directory: Path, **changes: Any) -> Path:
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return directory
+
+
+def write_simple_target(directory: Path, shape: TinyShape = TinyShape()) -> Path:
+    """A random target whose layers say little, so that the next token is nearly a function of the last: a little
+    training learns that.
+    """
+    write_target(directory, shape)
+    tensors = load_file(directory / "model.safetensors")
+    quiet = {name: 0.05 * tensors[name] for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    return edit_tensors(directory, quiet)
 
 
 def edit_tensors(directory: Path, changes: Mapping[str, np.ndarray | None]) -> Path:
