@@ -49,7 +49,7 @@ class AdaptiveSettings:
     """A drafter's worth starts from that in about this many requests."""
     optimism: float = 1.0
     """Standard errors of a drafter's worth that it is given the benefit of, in a long answer."""
-    long_answer: int = 256
+    long_answer: int = 32
     """Tokens still to come from which on that is so; what may be learnt is worth less where less can be made of it."""
     first_value: float = 0.2
     """What a block is worth, in tokens, before any was seen."""
