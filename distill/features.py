@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import numpy as np
 from dflash_ort.distill.dialogues import Dialogue
 from dflash_ort.distill.shards import read_shard
 from dflash_ort.distill.target import DataTarget
+from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
 from dflash_ort.progress import Progress, silent
 from dflash_ort.runtime.graph_io import Array
@@ -108,14 +106,7 @@ class Features:
         """A dialogue at a time, whole or not at all."""
         shape = (sum(len(dialogue.ids) for dialogue in dialogues), self._width)
         header = {"descr": "<f2", "fortran_order": False, "shape": shape}
-        handle, name = tempfile.mkstemp(prefix=".hidden-", suffix=".partial", dir=self._directory)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for dialogue in dialogues:
-                    file.write(np.ascontiguousarray(self._compute(dialogue), "<f2").data)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with whole_file(path) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for dialogue in dialogues:
+                file.write(np.ascontiguousarray(self._compute(dialogue), "<f2").data)

@@ -7,7 +7,6 @@ of the run) and ``plan.json`` (the time that was spent, and what is left for tra
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from dflash_ort.distill.shards import read_info, shard_path
 from dflash_ort.distill.state import STATE_FILE, load_state
 from dflash_ort.distill.target import DataTarget, open_target
 from dflash_ort.distill.train import Trained, held_out_dialogues, train
+from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError, CheckpointError, RequestError
 from dflash_ort.exporter.checkpoint import PLAIN, DrafterCheckpoint
 from dflash_ort.exporter.drafter_reader import read_drafter
@@ -297,11 +297,8 @@ def _read_plan(order: Order) -> _Plan:
 
 
 def _write_plan(order: Order, plan: _Plan) -> None:
-    path = order.work / PLAN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(asdict(plan)), "utf-8")
-    os.replace(beside, path)
+    with whole_file(order.work / PLAN_FILE) as file:
+        file.write(json.dumps(asdict(plan)).encode())
 
 
 def _data_facts(order: Order, target: DataTarget, features: Features) -> dict[str, Any]:

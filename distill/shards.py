@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash_ort.distill.dialogues import Dialogue
+from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
 
 FORMAT_VERSION = 1
@@ -81,18 +79,8 @@ def write_shard(
         "indices": np.array([d.index for d in ordered], np.int64),
         "meta": np.frombuffer(json.dumps(meta, sort_keys=True).encode(), np.uint8),
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".shard-", suffix=".partial", dir=directory)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, shard_path(directory, shard))
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with whole_file(shard_path(directory, shard)) as file:
+        np.savez(file, allow_pickle=False, **arrays)
     return info
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
 
 STATE_VERSION = 1
@@ -55,18 +53,8 @@ def save_state(path: Path, state: RunState) -> None:
     """Write a state. Raises OSError."""
     values = {name: getattr(state, name) for name in RunState.__dataclass_fields__}
     values |= {"version": STATE_VERSION, "curve": [asdict(point) for point in state.curve]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".state-", suffix=".partial", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(values, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with whole_file(path) as file:
+        torch.save(values, file)
 
 
 def load_state(path: Path, settings: dict[str, Any], data: str | None) -> RunState | None:
