@@ -2,10 +2,13 @@
 
 The drafter's layers are copies of the target's last ones, ``fc`` passes the tap below them through and ``hidden_norm``
 is the first one's input norm, so that at first a block's rows attend to the context as the target's own rows would.
+Where block rows start from the context, the start is fitted by least squares to what the target itself would hand those
+layers at the anchor: so much of a drafter needs no training at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
@@ -19,8 +22,8 @@ from dflash_ort.exporter.checkpoint import DrafterCheckpoint, TargetCheckpoint
 
 _QUIET = 1e-3
 """Least scale of a tap's channel, against division by next to nothing."""
-_START = 0.5
-"""Share of the deepest tap that block rows start from."""
+_RIDGE = 1e-3
+"""Of the mean square of an input, against fits to what too few rows say."""
 _SLOT_STD = 0.02
 
 
@@ -35,12 +38,19 @@ def set_tap_scale(drafter: Drafter, sample: np.ndarray) -> None:
 
 
 @torch.no_grad()
-def borrow(drafter: Drafter, target: TargetCheckpoint, sample: np.ndarray, generator: torch.Generator) -> None:
+def borrow(
+    drafter: Drafter,
+    target: TargetCheckpoint,
+    sample: np.ndarray,
+    texts: Iterable[tuple[np.ndarray, np.ndarray]],
+    generator: torch.Generator,
+) -> None:
     """Initialise from the target's last layers; ``sample`` as in `set_tap_scale`, ``generator`` draws the mask slots.
 
-    Per-head norms the target has are taken; where it has none they are set to the root mean square of the borrowed
-    layer's queries and keys, so that attention is about as sharp as the target's. Raises CheckpointError when the
-    target has fewer layers.
+    ``texts``: tapped states and embeddings of some, ``[rows, taps * hidden_size]`` and ``[rows, hidden_size]``, to fit
+    the start to. Per-head norms the target has are taken; where it has none they are set to the root mean square of the
+    borrowed layer's queries and keys, so that attention is about as sharp as the target's. Raises CheckpointError when
+    the target has fewer layers.
     """
     shape = drafter.shape
     first = target.config.num_layers - shape.config.num_layers
@@ -51,7 +61,9 @@ def borrow(drafter: Drafter, target: TargetCheckpoint, sample: np.ndarray, gener
         )
     set_tap_scale(drafter, sample)
     below = max((tap for tap in shape.taps if tap < first), default=min(shape.taps))
-    _pass_through(drafter, drafter.fc, below, 1.0)
+    columns = _columns(drafter, below)
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, columns] = torch.diag(cast(Tensor, drafter.tap_scale)[columns])
     _copy(drafter.hidden_norm, target, f"model.layers.{first}.input_layernorm")
     _copy(drafter.norm, target, "model.norm")
     context = drafter.hidden_norm(drafter.fc(torch.from_numpy(sample) / cast(Tensor, drafter.tap_scale)))
@@ -67,8 +79,7 @@ def borrow(drafter: Drafter, target: TargetCheckpoint, sample: np.ndarray, gener
             else:
                 norm.weight.fill_(float(project(context).square().mean().sqrt()))
     if drafter.start is not None and drafter.start_embed is not None:
-        _pass_through(drafter, drafter.start, max(shape.taps), _START)
-        drafter.start_embed.weight.zero_()
+        _fit_start(drafter, drafter.start, drafter.start_embed, columns, texts)
     if drafter.slot_embeddings is not None:
         slots = drafter.slot_embeddings.weight
         slots.copy_(torch.randn(slots.shape, generator=generator) * _SLOT_STD)
@@ -80,12 +91,37 @@ def resume_from(drafter: Drafter, checkpoint: DrafterCheckpoint, sample: np.ndar
     drafter.load(checkpoint.tensor)
 
 
-def _pass_through(drafter: Drafter, project: nn.Linear, tap: int, factor: float) -> None:
-    """Make a projection of all scaled taps give one of them as it was, times ``factor``."""
+def _columns(drafter: Drafter, tap: int) -> slice:
+    """Where a tap's states are among all taps'."""
     h = drafter.shape.config.hidden_size
-    columns = slice(drafter.shape.taps.index(tap) * h, (drafter.shape.taps.index(tap) + 1) * h)
-    project.weight.zero_()
-    project.weight[:, columns] = torch.diag(cast(Tensor, drafter.tap_scale)[columns]) * factor
+    at = drafter.shape.taps.index(tap) * h
+    return slice(at, at + h)
+
+
+def _fit_start(
+    drafter: Drafter,
+    start: nn.Linear,
+    start_embed: nn.Linear,
+    wanted: slice,
+    texts: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> None:
+    """Ridge regression of a row's state below the borrowed layers on its own embedding and the taps of the row before.
+
+    The normal equations are float32 sums over all texts, solved in float64.
+    """
+    width, h = start.in_features, start.out_features
+    squares, products = torch.zeros(width + h, width + h), torch.zeros(width + h, h)
+    loud = 0.0
+    for taps, embeddings in texts:
+        states, own = (torch.from_numpy(np.asarray(rows, np.float32)) for rows in (taps, embeddings))
+        loud = loud or float(own.square().mean().sqrt().clamp_min(_QUIET))
+        inputs = torch.cat([states[1:-1] / cast(Tensor, drafter.tap_scale), own[2:] / loud], 1)
+        squares += inputs.T @ inputs
+        products += inputs.T @ (states[2:, wanted] - own[2:])
+    squares.diagonal().add_(_RIDGE * float(squares.diagonal().mean()) + _QUIET)
+    fitted = torch.linalg.solve(squares.double(), products.double()).float()
+    start.weight.copy_(fitted[:width].T)
+    start_embed.weight.copy_(fitted[width:].T / (loud or 1.0))
 
 
 def _copy(module: nn.Module, target: TargetCheckpoint, name: str) -> None:

@@ -57,20 +57,24 @@ class Objective:
         expected = (rows @ self.head.T).float().log_softmax(-1)
         ids = self._draft_ids[batch.tokens]
         weights = batch.known * self._weights
-        on_tokens = -expected.gather(-1, ids.clamp_min(0)[..., None])[..., 0] * (ids >= 0)
         if self._teacher is None:
             weights = weights * (ids >= 0)
-            return (on_tokens * weights).sum() / weights.sum().clamp_min(1.0)
+            return (_on_tokens(expected, ids) * weights).sum() / weights.sum().clamp_min(1.0)
         places, which = torch.unique(batch.before, return_inverse=True)
         with torch.no_grad():
             residual = batch.pack.taps[places, self._teacher]
             taught = head_logits(residual, self._norm, self._epsilon, self.head).softmax(-1)
         losses = -(expected * taught[which]).sum(-1)
         if self._token_weight:
-            losses = losses + self._token_weight * on_tokens
+            losses = losses + self._token_weight * _on_tokens(expected, ids)
         return (losses * weights).sum() / weights.sum().clamp_min(1.0)
 
     def draft(self, rows: Tensor) -> Array:
         """The likeliest token of each row, as the target's ids, int64."""
         tokens: Array = self.vocabulary[(rows @ self.head.T).argmax(-1).cpu().numpy()]
         return tokens
+
+
+def _on_tokens(expected: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy with the draft ids that stand there; 0 where -1 does."""
+    return -expected.gather(-1, ids.clamp_min(0)[..., None])[..., 0] * (ids >= 0)

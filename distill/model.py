@@ -181,11 +181,10 @@ def _attend(
     near = query.reshape(kv, shared, blocks, block, dim) @ own_keys[:, None]
     scores = torch.cat([far.masked_fill(unseen, float("-inf")), near.reshape(kv, shared, rows, block)], -1)
     weights = scores.softmax(-1)
-    out = (weights[..., :context].reshape(kv, shared * rows, context) @ context_values.transpose(0, 1)).view(
-        kv, shared, rows, dim
-    )
+    to_far, to_near = weights.split([context, block], -1)  # not slices, whose gradients are filled up with zeros
+    out = (to_far.reshape(kv, shared * rows, context) @ context_values.transpose(0, 1)).view(kv, shared, rows, dim)
     own_values = block_values.view(blocks, block, kv, dim).permute(2, 0, 1, 3)
-    own = weights[..., context:].reshape(kv, shared, blocks, block, block) @ own_values[:, None]
+    own = to_near.reshape(kv, shared, blocks, block, block) @ own_values[:, None]
     return (out + own.reshape(kv, shared, rows, dim)).permute(2, 0, 1, 3).reshape(rows, heads * dim)
 
 

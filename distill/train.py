@@ -32,7 +32,7 @@ from dflash_ort.runtime.graph_io import Array
 
 SAVE_EVERY_S = 300.0
 _SAY_EVERY_S = 5.0
-_SAMPLE_DIALOGUES, _SAMPLE_ROWS = 40, 8192
+_SAMPLE_DIALOGUES, _SAMPLE_ROWS, _FIT_ROWS = 40, 8192, 200_000
 _SMOOTHING = 0.95
 """Of the running loss, a step."""
 
@@ -151,7 +151,8 @@ class _Run:
         sample = np.concatenate([self._hidden(d)[1:] for d in training[:_SAMPLE_DIALOGUES]])[:_SAMPLE_ROWS]
         sample = sample.astype(np.float32)
         if init is None:
-            borrow(self._drafter, target, sample, torch.Generator().manual_seed(self._settings.seed))
+            texts = ((self._hidden(d), self._embeddings[list(d.ids)]) for d in _up_to(training, _FIT_ROWS))
+            borrow(self._drafter, target, sample, texts, torch.Generator().manual_seed(self._settings.seed))
         else:
             resume_from(self._drafter, init, sample)
 
@@ -290,6 +291,12 @@ def held_out_dialogues(dialogues: Sequence[Dialogue]) -> list[Dialogue]:
 def draft_vocabulary(counts: Array, most: int) -> Array:
     """The ``most`` tokens seen most, int64, ascending; ``counts`` int64 ``[tokens that can be sampled]``."""
     return np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64)
+
+
+def _up_to(dialogues: Sequence[Dialogue], tokens: int) -> list[Dialogue]:
+    """The first dialogues, of about so many tokens together."""
+    ends = np.cumsum([len(dialogue.ids) for dialogue in dialogues])
+    return list(dialogues[: int(np.searchsorted(ends, tokens)) + 1])
 
 
 def _mask_token(counts: Array, target: TargetCheckpoint) -> int:

@@ -54,11 +54,16 @@ def embeddings(target: TargetCheckpoint) -> np.ndarray:
     return target.tensor("model.embed_tokens.weight")
 
 
+def text(target: TargetCheckpoint, rows: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Tapped states of a text and its embeddings."""
+    return states(rows, seed=2), embeddings(target)[np.random.default_rng(3).integers(0, len(embeddings(target)), rows)]
+
+
 def make_drafter(target: TargetCheckpoint, shape: DrafterShape, noise: float = 0.1) -> Drafter:
     """A borrowed drafter with every parameter shaken."""
     generator = torch.Generator().manual_seed(0)
     drafter = Drafter(shape, torch.from_numpy(embeddings(target)[shape.mask_token_id].copy()), 64)
-    borrow(drafter, target, states(50), generator)
+    borrow(drafter, target, states(50), [text(target)], generator)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter += torch.randn(parameter.shape, generator=generator) * noise
@@ -168,18 +173,36 @@ class TestBorrowing:
             size = attention.q_proj(context).square().mean().sqrt()
         np.testing.assert_allclose(attention.q_norm.weight.detach().numpy(), float(size), rtol=1e-5)
 
-    def test_the_start_passes_half_of_the_last_tap(self, target: TargetCheckpoint) -> None:
+    def test_the_start_is_what_the_target_would_hand_on(self, target: TargetCheckpoint) -> None:
+        """Where that follows from the embedding and the row before, the fit finds it."""
         shape = make_shape(target, DrafterExtensions(context_start=True))
-        tensors = make_drafter(target, shape, noise=0.0).tensors()
-        hidden = states(9)
-        np.testing.assert_allclose(hidden @ tensors["start.weight"].T, 0.5 * hidden[:, 64:], rtol=1e-5)
-        assert not tensors["start_embed.weight"].any()
+        drafter = Drafter(shape, torch.zeros(64), 64)
+        rng = np.random.default_rng(4)
+        of_taps, of_token = rng.standard_normal((WIDTH, 64)) / 100, rng.standard_normal((64, 64)) / 10
+        texts = []
+        for _ in range(40):
+            taps, own = text(target)
+            own = rng.permutation(own)
+            for row in range(2, len(taps)):
+                taps[row, :64] = own[row] + taps[row - 1] @ of_taps + own[row] @ of_token
+            texts.append((taps, own))
+        borrow(drafter, target, states(50), texts, torch.Generator())
+        tensors = drafter.tensors()
+        taps, own = texts[-1]
+        start = own[2:] + taps[1:-1] @ tensors["start.weight"].T + own[2:] @ tensors["start_embed.weight"].T
+        wanted = taps[2:, :64]
+        assert np.square(start - wanted).mean() < 0.01 * np.square(wanted - own[2:]).mean()
+
+    def test_a_start_that_no_text_tells_of(self, target: TargetCheckpoint) -> None:
+        drafter = Drafter(make_shape(target, DrafterExtensions(context_start=True)), torch.zeros(64), 64)
+        borrow(drafter, target, states(50), [], torch.Generator())
+        assert not drafter.tensors()["start.weight"].any()
 
     def test_more_layers_than_there_are(self, target: TargetCheckpoint) -> None:
         shape = make_shape(target, config=drafter_config(target.config, 4))
         drafter = Drafter(shape, torch.zeros(64), 64)
         with pytest.raises(CheckpointError, match="depth is 4, the target has 3 layers"):
-            borrow(drafter, target, states(50), torch.Generator())
+            borrow(drafter, target, states(50), [], torch.Generator())
 
     def test_another_scale_changes_nothing_that_is_computed(self, target: TargetCheckpoint, tmp_path: Path) -> None:
         shape = make_shape(target, DrafterExtensions(True, True, True))
