@@ -89,7 +89,7 @@ def _layers(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     help="Go on from this drafter, the shipped one for instance; its shape is kept.",
 )
 @click.option("--depth", type=click.IntRange(1), help="Layers of the drafter.  [default: 3]")
-@click.option("--block-size", type=click.IntRange(1), help="Slots of a block, the last token's too.  [default: 6]")
+@click.option("--block-size", type=click.IntRange(1), help="Slots of a block, the last token's too.  [default: 5]")
 @click.option("--vocabulary", type=click.IntRange(1), help="Tokens it can draft, the commonest.  [default: 8192]")
 @click.option(
     "--taps",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_ort.distill.dialogues import Dialogue
-from dflash_ort.distill.model import DrafterShape, Pack, pack_of
+from dflash_ort.distill.model import Pack, pack_of
 from dflash_ort.runtime.graph_io import Array
 
 Hidden = Callable[[Dialogue], Array]
@@ -35,7 +35,7 @@ def make_batch(
     anchors: Sequence[Array],
     hidden: Hidden,
     embeddings: Array,
-    shape: DrafterShape,
+    num_drafts: int,
     device: str = "cpu",
 ) -> Batch:
     """A batch of these anchors (int64, 1 or more) of these dialogues; ``embeddings`` are the target's, all of them."""
@@ -46,7 +46,7 @@ def make_batch(
         [embeddings[tokens[places]] for tokens, places in zip(ids, anchors, strict=True)],
         device,
     )
-    ahead = np.arange(1, shape.num_drafts + 1)
+    ahead = np.arange(1, num_drafts + 1)
     drafted = [places[:, None] + ahead for places in anchors]
     ends = [len(tokens) - 1 for tokens in ids]
     within = [np.minimum(places, end) for places, end in zip(drafted, ends, strict=True)]
@@ -66,7 +66,6 @@ class Batches:
         dialogues: Sequence[Dialogue],
         hidden: Hidden,
         embeddings: Array,
-        shape: DrafterShape,
         *,
         per_step: int,
         anchors: int,
@@ -77,18 +76,18 @@ class Batches:
         prefix = common_prefix(dialogues)
         weights = [anchor_weights(dialogue, prefix, prompt_weight) for dialogue in dialogues]
         self._dialogues = [(d, w / w.sum()) for d, w in zip(dialogues, weights, strict=True) if w.sum() > 0]
-        self._hidden, self._embeddings, self._shape, self._device = hidden, embeddings, shape, device
+        self._hidden, self._embeddings, self._device = hidden, embeddings, device
         self._per_step, self._anchors, self.rng = per_step, anchors, rng
 
     def __len__(self) -> int:
         """Dialogues that have anchors."""
         return len(self._dialogues)
 
-    def draw(self) -> Batch:
+    def draw(self, num_drafts: int) -> Batch:
         chosen = [self._dialogues[i] for i in self.rng.integers(0, len(self._dialogues), self._per_step)]
         anchors = [self._anchors_of(shares) for _, shares in chosen]
         dialogues = [dialogue for dialogue, _ in chosen]
-        return make_batch(dialogues, anchors, self._hidden, self._embeddings, self._shape, self._device)
+        return make_batch(dialogues, anchors, self._hidden, self._embeddings, num_drafts, self._device)
 
     def _anchors_of(self, shares: Array) -> Array:
         count = min(self._anchors, int(np.count_nonzero(shares)))

@@ -94,7 +94,7 @@ def _agreed(
     device: str,
 ) -> Array:
     """How many drafts behind each anchor are the answer's own tokens, int64 ``[anchors]``."""
-    batch = make_batch([dialogue], [anchors], hidden, embeddings, drafter.shape, device)
+    batch = make_batch([dialogue], [anchors], hidden, embeddings, drafter.shape.num_drafts, device)
     drafted = objective.draft(drafter(batch.pack))
     inside = anchors[:, None] + np.arange(1, drafter.shape.num_drafts + 1) < end
     same = (drafted == batch.tokens.cpu().numpy()) & inside

@@ -53,10 +53,10 @@ class Objective:
             self._teacher = slice(at, at + c.hidden_size)
 
     def __call__(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Mean loss, in nats per row, weighted. ``rows`` are the drafter's, ``[anchors, num_drafts, hidden_size]``."""
+        """Mean loss, in nats per row, weighted. ``rows`` are the drafter's, ``[anchors, drafts, hidden_size]``."""
         expected = (rows @ self.head.T).float().log_softmax(-1)
         ids = self._draft_ids[batch.tokens]
-        weights = batch.known * self._weights
+        weights = batch.known * self._weights[: rows.shape[1]]
         if self._teacher is None:
             weights = weights * (ids >= 0)
             return (_on_tokens(expected, ids) * weights).sum() / weights.sum().clamp_min(1.0)

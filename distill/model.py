@@ -181,7 +181,7 @@ def _attend(
     near = query.reshape(kv, shared, blocks, block, dim) @ own_keys[:, None]
     scores = torch.cat([far.masked_fill(unseen, float("-inf")), near.reshape(kv, shared, rows, block)], -1)
     weights = scores.softmax(-1)
-    to_far, to_near = weights.split([context, block], -1)  # not slices, whose gradients are filled up with zeros
+    to_far, to_near = torch.split(weights, [context, block], -1)  # not slices, whose gradients are filled up with zeros
     out = (to_far.reshape(kv, shared * rows, context) @ context_values.transpose(0, 1)).view(kv, shared, rows, dim)
     own_values = block_values.view(blocks, block, kv, dim).permute(2, 0, 1, 3)
     own = to_near.reshape(kv, shared, blocks, block, block) @ own_values[:, None]
@@ -215,24 +215,26 @@ class Drafter(nn.Module):
         self.register_buffer("cos", torch.from_numpy(cos), persistent=False)
         self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
 
-    def forward(self, pack: Pack) -> Tensor:
-        """The rows that draft, normed for the LM head, float32 ``[anchors, num_drafts, hidden_size]``."""
-        shape = self.shape
+    def forward(self, pack: Pack, block_size: int | None = None) -> Tensor:
+        """The rows that draft, normed for the LM head, float32 ``[anchors, num_drafts, hidden_size]``; of blocks of
+        ``block_size`` slots, where given.
+        """
+        shape = self.shape if block_size is None else replace(self.shape, block_size=block_size)
         taps = pack.taps / cast(Tensor, self.tap_scale)
         context = self.hidden_norm(self.fc(taps))
         places = _Places(pack, shape.block_size, cast(Tensor, self.cos), cast(Tensor, self.sin))
-        x = self._start(taps, pack).flatten(0, 1)
+        x = self._start(taps, pack, shape.block_size).flatten(0, 1)
         for layer in self.layers:
             x = layer(x, context, places)
         x = x.view(-1, shape.block_size, shape.config.hidden_size)[:, shape.first_draft :]
         return cast(Tensor, self.norm(x))
 
-    def _start(self, taps: Tensor, pack: Pack) -> Tensor:
+    def _start(self, taps: Tensor, pack: Pack, block: int) -> Tensor:
         """What the blocks' rows start from, ``[anchors, block, hidden_size]``."""
-        anchor, block = pack.anchor_embeddings[:, None], self.shape.block_size
+        anchor = pack.anchor_embeddings[:, None]
         masks = cast(Tensor, self.mask_embedding).expand(block, -1)
         if self.slot_embeddings is not None:
-            masks = self.slot_embeddings.weight
+            masks = self.slot_embeddings.weight[:block]
         rows = torch.cat([anchor, masks[1:].expand(len(anchor), -1, -1)], 1)
         if self.start is None or self.start_embed is None:
             return rows

@@ -27,7 +27,7 @@ class TrainSettings:
     steps: int | None = None
     seconds: float | None = None
     depth: int = 3
-    block_size: int = 6
+    block_size: int = 5
     vocabulary: int = 8192
     extensions: DrafterExtensions = EXTENDED
     learning_rate: float = 2e-3
@@ -40,9 +40,11 @@ class TrainSettings:
     """What of the learning rate is left at the end."""
     clip: float = 1.0
     """Largest norm of the gradient."""
-    dialogues: int = 8
+    short_blocks: float = 0.5
+    """Share of the run in which blocks have two drafts only: all later ones build on those, and more blocks fit."""
+    dialogues: int = 4
     """A step."""
-    anchors: int = 32
+    anchors: int = 128
     """A dialogue and step, at most."""
     prompt_weight: float = 0.075
     """How often a place outside answers is an anchor, against one in them."""

@@ -33,6 +33,8 @@ from dflash_ort.runtime.graph_io import Array
 SAVE_EVERY_S = 300.0
 _SAY_EVERY_S = 5.0
 _SAMPLE_DIALOGUES, _SAMPLE_ROWS, _FIT_ROWS = 40, 8192, 200_000
+_SHORT = 2
+"""Drafts of short blocks."""
 _SMOOTHING = 0.95
 """Of the running loss, a step."""
 
@@ -128,7 +130,6 @@ class _Run:
             training,
             hidden,
             self._embeddings,
-            self._shape,
             per_step=settings.dialogues,
             anchors=settings.anchors,
             prompt_weight=settings.prompt_weight,
@@ -210,9 +211,12 @@ class _Run:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * scale
-        batch = self._batches.draw()
+        block = self._shape.block_size
+        if self._fraction() < settings.short_blocks:
+            block = min(block, self._shape.first_draft + _SHORT)
+        batch = self._batches.draw(self._shape.extensions.num_drafts(block))
         with self._autocast():
-            loss = self._objective(self._drafter(batch.pack), batch)
+            loss = self._objective(self._drafter(batch.pack, block), batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), settings.clip)
         for optimizer in self._optimizers:
@@ -223,7 +227,7 @@ class _Run:
             raise RequestError(f"the loss is {value} after {state.step} steps; choose a smaller learning rate")
         state.loss = value if not state.step else _SMOOTHING * state.loss + (1 - _SMOOTHING) * value
         state.step += 1
-        state.rows += len(batch.tokens) * self._shape.block_size
+        state.rows += len(batch.tokens) * block
 
     def _evaluate_if_due(self) -> None:
         """Evaluations are spread evenly over the run; the last is at its end."""

@@ -49,8 +49,8 @@ class TestBatches:
         first, second = dialogue(ids, (2, 10)), dialogue(ids[:6], (2, 6))
         places = [np.array([2, 7]), np.array([3])]
         table = np.zeros((272, 32), np.float32)
-        batch = make_batch([first, second], places, lambda d: np.zeros((len(d.ids), 96), np.float16), table, shape)
         drafts = shape.num_drafts
+        batch = make_batch([first, second], places, lambda d: np.zeros((len(d.ids), 96), np.float16), table, drafts)
         assert drafts == (4 if extended else 3)
         assert batch.tokens[0].tolist() == ids[3 : 3 + drafts]
         assert batch.known[0].all()
@@ -78,7 +78,7 @@ class TestObjective:
         some = dialogue(np.random.default_rng(0).integers(4, 260, 30).tolist(), (start, 30))
         hidden = target.model.hidden(some.ids).astype(np.float16)
         table = target.checkpoint.tensor("model.embed_tokens.weight")
-        batch = make_batch([some], [np.array([start])], lambda d: hidden, table, shape)
+        batch = make_batch([some], [np.array([start])], lambda d: hidden, table, shape.num_drafts)
         residual = torch.from_numpy(hidden[start : start + 4, 64:].astype(np.float32))
         norm = torch.from_numpy(target.checkpoint.tensor("model.norm.weight"))
         rows = torch.nn.functional.rms_norm(residual, (32,), norm, target.checkpoint.config.norm_epsilon)[None]
@@ -99,7 +99,8 @@ class TestObjective:
         objective = Objective(target.checkpoint, shape, np.array([5, 6, 7]), decay=1e9)
         table = np.zeros((272, 32), np.float32)
         some = dialogue([1, 5, 6, 99, 7, 5], (1, 6))
-        batch = make_batch([some], [np.array([1])], lambda d: np.zeros((len(d.ids), 64), np.float16), table, shape)
+        hidden = np.zeros((len(some.ids), 64), np.float16)
+        batch = make_batch([some], [np.array([1])], lambda d: hidden, table, shape.num_drafts)
         rows = torch.zeros(1, 4, 32)
         assert float(objective(rows, batch)) == pytest.approx(np.log(3))
 
