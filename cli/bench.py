@@ -17,7 +17,7 @@ import click
 from dflash_ort import __version__
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.options import find_bundle, template_arguments
-from dflash_ort.cli.whole_file import check_writable, write_whole
+from dflash_ort.cli.output_file import check_writable, write_whole
 from dflash_ort.models.manifest import read_manifest
 from dflash_ort.models.texts import BenchPrompt, bench_prompts
 

@@ -14,10 +14,10 @@ import numpy as np
 from dflash_ort.distill.dialogues import Dialogue
 from dflash_ort.distill.shards import read_shard
 from dflash_ort.distill.target import DataTarget
-from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
 from dflash_ort.progress import Progress, silent
 from dflash_ort.runtime.graph_io import Array
+from dflash_ort.whole import whole_file
 
 _LARGEST = 65504.0
 """float16's; a residual stream's outliers are cut to it."""

@@ -26,7 +26,6 @@ from dflash_ort.distill.shards import read_info, shard_path
 from dflash_ort.distill.state import STATE_FILE, load_state
 from dflash_ort.distill.target import DataTarget, open_target
 from dflash_ort.distill.train import Trained, held_out_dialogues, train
-from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError, CheckpointError, RequestError
 from dflash_ort.exporter.checkpoint import PLAIN, DrafterCheckpoint
 from dflash_ort.exporter.drafter_reader import read_drafter
@@ -37,6 +36,7 @@ from dflash_ort.models.manifest import Manifest
 from dflash_ort.progress import Progress, silent
 from dflash_ort.runtime.selfcheck import check_bundle
 from dflash_ort.runtime.session import default_threads
+from dflash_ort.whole import whole_file
 
 PLAN_FILE = "plan.json"
 _LEAST_TRAINING = 0.5

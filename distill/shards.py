@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dflash_ort.distill.dialogues import Dialogue
-from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
+from dflash_ort.whole import whole_file
 
 FORMAT_VERSION = 1
 HELD_OUT_EVERY = 16

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dflash_ort.distill.whole import whole_file
 from dflash_ort.errors import BundleError
+from dflash_ort.whole import whole_file
 
 STATE_VERSION = 1
 STATE_FILE = "state.pt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import numpy as np
 from dflash_ort.errors import CheckpointError
 from dflash_ort.exporter.checkpoint import Array, DecoderConfig, DrafterExtensions
 from dflash_ort.exporter.drafter_reader import ARCHITECTURE, drafter_tensor_shapes
+from dflash_ort.whole import put_in_place
 
 WEIGHTS = "model.safetensors"
 
@@ -134,16 +134,6 @@ def _write(directory: Path, texts: Mapping[str, str], tensors: Mapping[str, Arra
             save_file(dict(tensors), made / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        for path in made.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if directory.exists():
-            os.rename(directory, work / "replaced")
-        try:
-            os.rename(made, directory)
-        except BaseException:
-            if (work / "replaced").exists():
-                os.rename(work / "replaced", directory)
-            raise
+        put_in_place(made, directory, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)

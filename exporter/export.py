@@ -5,7 +5,6 @@ Exporter and runtime never meet: what must be *run* to finish a bundle (its self
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import tempfile
@@ -39,6 +38,7 @@ from dflash_ort.models.manifest import (
 )
 from dflash_ort.models.spec import DrafterSpec, ModelSpec
 from dflash_ort.progress import Progress, silent
+from dflash_ort.whole import put_in_place
 
 Check = Callable[[Path, "Path | None"], "tuple[Quality, SelfCheck]"]
 """Runs a written bundle, given its directory and that of its fp32 twin (None when it is fp32 itself)."""
@@ -105,7 +105,7 @@ def export_bundle(
             quality, self_check = check(bundle, _twin(work, target, spec, options, progress))
             manifest = replace(manifest, quality=quality, self_check=self_check)
             (bundle / MANIFEST).write_text(manifest.to_json(), "utf-8")
-        _put_in_place(bundle, output, work)
+        put_in_place(bundle, output, work)
     return manifest
 
 
@@ -284,19 +284,3 @@ def _building(output: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _put_in_place(bundle: Path, output: Path, work: Path) -> None:
-    """Rename the finished bundle to its place; an older one moves into the directory that is about to go."""
-    for path in bundle.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    replaced = work / "replaced"
-    try:
-        if output.exists():
-            os.rename(output, replaced)
-        os.rename(bundle, output)
-    except BaseException:
-        if replaced.exists():
-            os.rename(replaced, output)
-        raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from dflash_ort.whole import whole_file
 
 
 def load_json(path: Path, what: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -25,16 +24,9 @@ def load_json(path: Path, what: str) -> tuple[dict[str, Any] | None, str | None]
 
 def store_json(path: Path, value: dict[str, Any], what: str) -> str | None:
     """Write an object; returns a warning where the directory cannot be written."""
-    name = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(name, path)
+        with whole_file(path) as file:
+            file.write(json.dumps(value).encode())
     except OSError as error:
-        if name is not None:
-            with suppress(OSError):
-                os.unlink(name)
         return f"{what} cannot be kept in '{path.parent}' ({error.strerror or error}); it is made again next time"
     return None

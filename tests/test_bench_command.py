@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dflash_ort.cli.bench_report import page
-from dflash_ort.cli.whole_file import check_writable, write_whole
+from dflash_ort.cli.output_file import check_writable, write_whole
 from dflash_ort.runtime.bench import (
     OFF,
     OFF_UNPADDED,

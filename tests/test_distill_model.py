@@ -257,7 +257,7 @@ class TestWriting:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("dflash_ort.exporter.drafter_writer.os.fsync", full)
+        monkeypatch.setattr("dflash_ort.whole.os.fsync", full)
         for name in ("drafter", "another"):
             with pytest.raises(CheckpointError, match="No space left on device; free some space"):
                 write_weights(tmp_path / name, drafter.shape, drafter.tensors(), None, force=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import click
+
+from dflash_ort.whole import whole_file
 
 
 def check_writable(path: Path) -> None:
@@ -28,16 +29,8 @@ def write_whole(path: Path, content: str) -> None:
     if _is_special(path):
         path.write_text(content, "utf-8")
         return
-    path = path.resolve()  # a link stays a link
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    with whole_file(path.resolve()) as file:  # a link stays a link
+        file.write(content.encode())
 
 
 def _is_special(path: Path) -> bool:
