@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_ort.distill.batches import Batches, Hidden
 from dflash_ort.distill.dialogues import Dialogue
@@ -21,7 +22,7 @@ from dflash_ort.distill.evaluate import Acceptance, evaluate
 from dflash_ort.distill.initial import borrow, resume_from
 from dflash_ort.distill.interrupts import Deferred
 from dflash_ort.distill.loss import Objective
-from dflash_ort.distill.model import Drafter, DrafterShape, drafter_config, fold
+from dflash_ort.distill.model import Drafter, DrafterShape, Pack, drafter_config, fold
 from dflash_ort.distill.settings import TrainSettings
 from dflash_ort.distill.shards import is_held_out
 from dflash_ort.distill.state import STATE_FILE, CurvePoint, RunState, load_state, save_state
@@ -216,7 +217,7 @@ class _Run:
             block = min(block, self._shape.first_draft + _SHORT)
         batch = self._batches.draw(self._shape.extensions.num_drafts(block))
         with self._autocast():
-            loss = self._objective(self._drafter(batch.pack, block), batch)
+            loss = self._objective(self._drafter(self._noisy(batch.pack), block), batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), settings.clip)
         for optimizer in self._optimizers:
@@ -228,6 +229,16 @@ class _Run:
         state.loss = value if not state.step else _SMOOTHING * state.loss + (1 - _SMOOTHING) * value
         state.step += 1
         state.rows += len(batch.tokens) * block
+
+    def _noisy(self, pack: Pack) -> Pack:
+        """The pack with noise on its taps, the same for a step whatever was interrupted."""
+        settings = self._settings
+        if not settings.noise:
+            return pack
+        scale = cast(Tensor, self._drafter.tap_scale)
+        random = torch.Generator(scale.device).manual_seed(hash((settings.seed, self._state.step)) & (2**63 - 1))
+        noise = torch.randn(pack.taps.shape, generator=random, device=scale.device)
+        return replace(pack, taps=pack.taps + settings.noise * scale * noise)
 
     def _evaluate_if_due(self) -> None:
         """Evaluations are spread evenly over the run; the last is at its end."""
@@ -242,7 +253,7 @@ class _Run:
         state = self._state
         acceptance = self._acceptance(self._held_out[: self._settings.held_out]).acceptance_length
         state.curve.append(CurvePoint(state.step, state.seconds, state.rows, state.loss, acceptance))
-        state.since_best += 1
+        state.since_best += self._fraction() > self._settings.short_blocks
         if acceptance >= state.best_acceptance:
             state.since_best = 0 if acceptance > state.best_acceptance else state.since_best
             state.best_acceptance = acceptance

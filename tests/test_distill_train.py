@@ -177,7 +177,7 @@ class TestTraining:
         settings = replace(SETTINGS, learning_rate=1e-9, evaluations=20, patience=2)
         made = run(target, features, tmp_path, settings)
         assert made.ended_early
-        assert made.steps == 4
+        assert made.steps == 24, "two evaluations behind the half of short blocks"
 
     def test_a_state_of_another_run_is_refused(
         self, target: DataTarget, features: Features, data: Path, tmp_path: Path
@@ -202,7 +202,9 @@ class TestTraining:
         write_trained(tmp_path / "drafter", trained, target.checkpoint, **whole)
         init = read_drafter(tmp_path / "drafter")
         made = run(target, features, tmp_path / "training", replace(SETTINGS, steps=4), init=init)
-        assert made.curve[0].acceptance_length == pytest.approx(trained.curve[-1].acceptance_length, abs=0.1)
+        assert made.curve[0].acceptance_length == pytest.approx(
+            max(point.acceptance_length for point in trained.curve), abs=0.1
+        )
         for changes, word in (
             ({"depth": 2}, "depth"),
             ({"extensions": PLAIN}, "extensions"),
