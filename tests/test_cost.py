@@ -320,10 +320,10 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     monkeypatch.setenv("DFLASH_ORT_CACHE", str(tmp_path / "other"))
     if how == "read-only":  # permissions would not stop root
 
-        def refuse(**_: Any) -> None:
+        def refuse(_path: Path) -> None:
             raise OSError(errno.EROFS, "Read-only file system")
 
-        monkeypatch.setattr("dflash_ort.runtime.stored.tempfile.mkstemp", refuse)
+        monkeypatch.setattr("dflash_ort.runtime.stored.whole_file", refuse)
     else:
         (tmp_path / "other").write_text("", encoding="utf-8")
     caplog.clear()
