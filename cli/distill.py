@@ -11,9 +11,10 @@ import click
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.export import PRECISION_CHOICES
 from dflash_ort.cli.process import one_interrupt
+from dflash_ort.models.presets import PRESETS
 
 if TYPE_CHECKING:
-    from dflash_ort.distill.pipeline import Distilled
+    from dflash_ort.distill.pipeline import Distilled, Order
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smh])+")
@@ -140,10 +141,10 @@ def distill(target: str, output: Path, **options: Any) -> None:
     except KeyboardInterrupt:
         complain(f"what was done is in '{order.work}'; the same command goes on from there")
         raise
-    _report(distilled, order.output, order.bundle)
+    _report(distilled, order)
 
 
-def _report(distilled: Distilled, output: Path, bundle: Path | None) -> None:
+def _report(distilled: Distilled, order: Order) -> None:
     """What was made and how good it is, on standard error."""
     trained = distilled.trained
     acceptance = trained.acceptance
@@ -162,6 +163,7 @@ def _report(distilled: Distilled, output: Path, bundle: Path | None) -> None:
         complain("by suite: " + ", ".join(f"{name} {length:.2f}" for name, length in acceptance.suites.items()))
     if acceptance.acceptance_length < _WEAK:
         warn("this drafter is weak: more data and a longer --budget help, and so do prompts like those it will meet")
-    complain(f"wrote {output}" + (f" and the bundle {bundle}" if bundle is not None else ""))
-    if bundle is None:
-        complain(f"export it with 'dflash-ort export --target TARGET --drafter {output}'")
+    complain(f"wrote {order.output}" + (f" and the bundle {order.bundle}" if order.bundle is not None else ""))
+    if order.bundle is None:
+        option = "--preset" if order.target in PRESETS else "--target"
+        complain(f"export it with 'dflash-ort export {option} {order.target} --drafter {order.output}'")

@@ -77,6 +77,8 @@ def _block_start(
     has committed one.
     """
     extensions, h = drafter.extensions, layers.config.hidden_size
+    if not (extensions.context_start or extensions.slot_embeddings):
+        return g.op("Gather", [embeddings, block_ids])
     anchor = g.op("Gather", [embeddings, g.op("Slice", [block_ids, g.ints(0), g.ints(1), g.ints(1)])])
     if extensions.slot_embeddings:
         name = "slot_embeddings.weight"

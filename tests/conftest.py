@@ -48,6 +48,18 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return make
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target of the default shape."""
+    return write_target(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module keeps its batched graphs."""
+    return tmp_path_factory.mktemp("work")
+
+
 _USER_CACHE = os.environ.get("DFLASH_ORT_CACHE")
 
 

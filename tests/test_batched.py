@@ -14,20 +14,9 @@ from dflash_ort.params import SamplingParams
 from dflash_ort.runtime.batched import BatchedTarget
 from dflash_ort.runtime.bundle import open_bundle
 from dflash_ort.runtime.engine import Engine
-from tests.tiny import write_target
 
 TAPS = (0, 2)
 """What the tiny drafter taps, and so the bundle to compare with."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("checkpoint") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("work")
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,6 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "shard_dialogues": 4, "seed": 5
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("checkpoint") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("work")
-
-
-@pytest.fixture(scope="module")
 def target(checkpoint: Path, work: Path) -> DataTarget:
     return open_target(checkpoint, work, precision="fp32", taps=TAPS, slots=3, threads=1)
 
