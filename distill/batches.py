@@ -22,9 +22,12 @@ Hidden = Callable[[Dialogue], Array]
 class Batch:
     """A pack, and for every draft of its blocks, ``[anchors, num_drafts]``: the ``tokens`` that stand there (int64, ids
     of the target), whether any does (``known``), and the row of the pack whose next token it is (``before``).
+
+    ``previous``: embeddings of the tokens before the drafts, float32 ``[anchors, num_drafts, hidden_size]``.
     """
 
     pack: Pack
+    previous: Tensor
     tokens: Tensor
     known: Tensor
     before: Tensor
@@ -50,10 +53,12 @@ def make_batch(
     drafted = [places[:, None] + ahead for places in anchors]
     ends = [len(tokens) - 1 for tokens in ids]
     within = [np.minimum(places, end) for places, end in zip(drafted, ends, strict=True)]
-    tokens = np.concatenate([tokens[places] for tokens, places in zip(ids, within, strict=True)])
+    tokens = np.concatenate([own[places] for own, places in zip(ids, within, strict=True)])
     known = np.concatenate([places <= end for places, end in zip(drafted, ends, strict=True)])
     before = np.concatenate([start + places - 1 for start, places in zip(pack.starts, within, strict=True)])
-    return Batch(pack, *(torch.from_numpy(array).to(device) for array in (tokens, known, before)))
+    previous = np.concatenate([embeddings[own[places - 1]] for own, places in zip(ids, within, strict=True)])
+    arrays = (previous.astype(np.float32, copy=False), tokens, known, before)
+    return Batch(pack, *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class Batches:

@@ -95,7 +95,8 @@ def _agreed(
 ) -> Array:
     """How many drafts behind each anchor are the answer's own tokens, int64 ``[anchors]``."""
     batch = make_batch([dialogue], [anchors], hidden, embeddings, drafter.shape.num_drafts, device)
-    drafted = objective.draft(drafter(batch.pack))
+    # A draft counts only where those before it are the answer's tokens, so these are what it would have followed.
+    drafted = objective.draft(drafter(batch.pack, batch.previous))
     inside = anchors[:, None] + np.arange(1, drafter.shape.num_drafts + 1) < end
     same = (drafted == batch.tokens.cpu().numpy()) & inside
     counts: Array = np.cumprod(same, axis=1).sum(axis=1)

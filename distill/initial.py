@@ -45,7 +45,8 @@ def borrow(
     texts: Iterable[tuple[np.ndarray, np.ndarray]],
     generator: torch.Generator,
 ) -> None:
-    """Initialise from the target's last layers; ``sample`` as in `set_tap_scale`, ``generator`` draws the mask slots.
+    """Initialise from the target's last layers; ``sample`` as in `set_tap_scale`, ``generator`` draws what nothing
+    is borrowed for: the mask slots, and a Markov head, which corrects nothing yet.
 
     ``texts``: tapped states and embeddings of some, ``[rows, taps * hidden_size]`` and ``[rows, hidden_size]``, to fit
     the start to. Per-head norms the target has are taken; where it has none they are set to the root mean square of the
@@ -80,6 +81,11 @@ def borrow(
                 norm.weight.fill_(float(project(context).square().mean().sqrt()))
     if drafter.start is not None and drafter.start_embed is not None:
         _fit_start(drafter, drafter.start, drafter.start_embed, columns, texts)
+    if drafter.markov is not None:
+        for module in (drafter.markov.gate_proj, drafter.markov.up_proj):
+            drawn = torch.randn(module.weight.shape, generator=generator)
+            module.weight.copy_(drawn / module.in_features**0.5)
+        drafter.markov.down_proj.weight.zero_()
     if drafter.slot_embeddings is not None:
         slots = drafter.slot_embeddings.weight
         slots.copy_(torch.randn(slots.shape, generator=generator) * _SLOT_STD)

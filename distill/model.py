@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from dflash_ort.exporter.checkpoint import DecoderConfig, DrafterExtensions
 from dflash_ort.exporter.drafter_reader import ARCHITECTURE
@@ -122,6 +122,22 @@ class _Layer(nn.Module):
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 
+class _Markov(nn.Module):
+    """Corrects rows by the embeddings of the tokens before their drafts, see `DrafterExtensions.markov_head`."""
+
+    def __init__(self, c: DecoderConfig) -> None:
+        super().__init__()
+        h = c.hidden_size
+        self.gate_proj = nn.Linear(2 * h, h, bias=False)
+        self.up_proj = nn.Linear(2 * h, h, bias=False)
+        self.down_proj = nn.Linear(h, h, bias=False)
+        self._epsilon = c.norm_epsilon
+
+    def forward(self, rows: Tensor, previous: Tensor) -> Tensor:
+        both = torch.cat([rms_norm(x, (x.shape[-1],), None, self._epsilon) for x in (rows, previous)], -1)
+        return rows + cast(Tensor, self.down_proj(silu(self.gate_proj(both)) * self.up_proj(both)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Rotation:
     """Rows of the rotary tables, ``[rows, 1, head_dim / 2]``; the halves of a head are the pairs that turn together."""
@@ -204,20 +220,25 @@ class Drafter(nn.Module):
         self.start: nn.Linear | None = None
         self.start_embed: nn.Linear | None = None
         self.slot_embeddings: nn.Embedding | None = None
+        self.markov: _Markov | None = None
         if extensions.context_start:
             self.start = nn.Linear(len(shape.taps) * h, h, bias=False)
             self.start_embed = nn.Linear(h, h, bias=False)
         if extensions.slot_embeddings:
             self.slot_embeddings = nn.Embedding(shape.block_size, h)
+        if extensions.markov_head:
+            self.markov = _Markov(c)
         self.register_buffer("tap_scale", torch.ones(len(shape.taps) * h))
         self.register_buffer("mask_embedding", mask_embedding, persistent=False)
         cos, sin = c.rope.tables(positions + shape.block_size, c.head_dim)
         self.register_buffer("cos", torch.from_numpy(cos), persistent=False)
         self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
 
-    def forward(self, pack: Pack, block_size: int | None = None) -> Tensor:
-        """The rows that draft, normed for the LM head, float32 ``[anchors, num_drafts, hidden_size]``; of blocks of
+    def forward(self, pack: Pack, previous: Tensor, block_size: int | None = None) -> Tensor:
+        """The rows that draft, ready for the LM head, float32 ``[anchors, num_drafts, hidden_size]``; of blocks of
         ``block_size`` slots, where given.
+
+        ``previous``: embeddings of the tokens before the drafts, of the rows' shape; only a Markov head looks at them.
         """
         shape = self.shape if block_size is None else replace(self.shape, block_size=block_size)
         taps = pack.taps / cast(Tensor, self.tap_scale)
@@ -227,7 +248,8 @@ class Drafter(nn.Module):
         for layer in self.layers:
             x = layer(x, context, places)
         x = x.view(-1, shape.block_size, shape.config.hidden_size)[:, shape.first_draft :]
-        return cast(Tensor, self.norm(x))
+        rows = cast(Tensor, self.norm(x))
+        return rows if self.markov is None else cast(Tensor, self.markov(rows, previous))
 
     def _start(self, taps: Tensor, pack: Pack, block: int) -> Tensor:
         """What the blocks' rows start from, ``[anchors, block, hidden_size]``."""

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_ort.errors import RequestError
 from dflash_ort.exporter.checkpoint import DrafterExtensions
 
-EXTENDED = DrafterExtensions(next_token=True, context_start=True, slot_embeddings=True)
+EXTENDED = DrafterExtensions(next_token=True, context_start=True, slot_embeddings=True, markov_head=True)
 """All extensions of z-lab's format, which learn first positions from less data."""
 _TAPS = (0.3, 0.57, 0.8)
 """Places of the middle taps, as shares of the target's depth."""

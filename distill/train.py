@@ -217,7 +217,7 @@ class _Run:
             block = min(block, self._shape.first_draft + _SHORT)
         batch = self._batches.draw(self._shape.extensions.num_drafts(block))
         with self._autocast():
-            loss = self._objective(self._drafter(self._noisy(batch.pack), block), batch)
+            loss = self._objective(self._drafter(self._noisy(batch.pack), batch.previous, block), batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), settings.clip)
         for optimizer in self._optimizers:

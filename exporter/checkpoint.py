@@ -146,6 +146,12 @@ class DrafterExtensions:
     """
     slot_embeddings: bool = False
     """Mask slot ``i`` is row ``i`` of a table of its own (row 0 is unused) instead of the mask token's embedding."""
+    markov_head: bool = False
+    """Each drafted row ``x`` is corrected, before the LM head, by the token ``t`` that stands before its draft: ``x +
+    down(silu(gate(z)) * up(z))`` with ``z`` the RMS-normed row and embedding of ``t``, side by side. A block's rows are
+    computed at once and know nothing of each other's choices; this is what tells them (a Markov head, gated by the row;
+    the bias that it puts on the logits has the embeddings and the head, both frozen, for its factors).
+    """
 
     def tensor_shapes(self, *, hidden_size: int, taps: int, block_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that the extensions add to a checkpoint."""
@@ -155,6 +161,9 @@ class DrafterExtensions:
             shapes |= {"start.weight": (h, taps * h), "start_embed.weight": (h, h)}
         if self.slot_embeddings:
             shapes["slot_embeddings.weight"] = (block_size, h)
+        if self.markov_head:
+            shapes |= {"markov.gate_proj.weight": (h, 2 * h), "markov.up_proj.weight": (h, 2 * h)}
+            shapes["markov.down_proj.weight"] = (h, h)
         return shapes
 
     def num_drafts(self, block_size: int) -> int:

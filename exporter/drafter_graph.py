@@ -59,7 +59,28 @@ def build_drafter_graph(
 
     if not drafter.extensions.next_token:
         normed = _after_first(g, normed)
-    _head(g, drafter, target, recipe, normed, vocab_size)
+    if drafter.extensions.markov_head:
+        g.output(normed, names.DRAFT_ROWS, ir.DataType.FLOAT, [1, "drafts", config.hidden_size])
+    else:
+        _head(g, drafter, target, recipe, normed, vocab_size)
+    return g
+
+
+def build_draft_head_graph(
+    drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, vocab_size: int
+) -> GraphBuilder:
+    """A Markov head and the LM head, for rows of the drafter's graph and the tokens before their drafts."""
+    config, h = drafter.config, target.config.hidden_size
+    g = GraphBuilder("draft_head")
+    rows = g.input(names.DRAFT_ROWS, ir.DataType.FLOAT, [1, "drafts", h])
+    previous_ids = g.input(names.PREVIOUS_IDS, ir.DataType.INT64, [1, "drafts"])
+    previous = g.op("Gather", [embedding(g, target.config), previous_ids])
+    layers = LayerBuilder(g, config, drafter.tensor, recipe, "markov.", g.num_rows(rows))
+    ones = g.constant("ones", np.ones(h, np.float32))
+    both = g.op("Concat", [g.rms_norm(x, ones, config.norm_epsilon) for x in (rows, previous)], axis=-1)
+    gate_up = layers.linear(both, "gate_up", ["gate_proj", "up_proj"], 2 * h, 2 * h)
+    corrected = g.op("Add", [rows, layers.linear(g.swiglu(gate_up, h), "down", ["down_proj"], h, h)])
+    _head(g, drafter, target, recipe, corrected, vocab_size)
     return g
 
 

@@ -18,8 +18,14 @@ from typing import Any, Literal
 import onnx
 
 from dflash_ort.errors import BundleError, CheckpointError
+from dflash_ort.exporter.builder import GraphBuilder
 from dflash_ort.exporter.checkpoint import DrafterCheckpoint, TargetCheckpoint
-from dflash_ort.exporter.drafter_graph import build_drafter_graph, draft_vocabulary, write_draft_vocabulary
+from dflash_ort.exporter.drafter_graph import (
+    build_draft_head_graph,
+    build_drafter_graph,
+    draft_vocabulary,
+    write_draft_vocabulary,
+)
 from dflash_ort.exporter.drafter_reader import read_drafter
 from dflash_ort.exporter.gguf_reader import read_gguf
 from dflash_ort.exporter.hf_reader import read_hf_directory
@@ -27,6 +33,7 @@ from dflash_ort.exporter.linear import Precision, recipe
 from dflash_ort.exporter.target_graph import build_target_graph, write_embedding
 from dflash_ort.models.manifest import (
     CHAT_TEMPLATE,
+    DRAFT_HEAD_GRAPH,
     DRAFTER_GRAPH,
     MANIFEST,
     TARGET_GRAPH,
@@ -134,6 +141,7 @@ def _specs(
             head_dim=drafter.config.head_dim,
             draft_vocab_size=len(draft_vocabulary(drafter, vocab_size)),
             next_token=drafter.extensions.next_token,
+            markov_head=drafter.extensions.markov_head,
         )
     elif drafter == "ngram":
         drafter_spec = DrafterSpec(kind="ngram")
@@ -188,8 +196,10 @@ def _write(
         graph = build_drafter_graph(
             drafter, target, recipe(draft_precision), positions=positions, vocab_size=spec.vocab_size
         )
-        graph.save(bundle / DRAFTER_GRAPH, f"{DRAFTER_GRAPH}.data")
-        onnx.checker.check_model(bundle / DRAFTER_GRAPH)
+        _save(graph, bundle / DRAFTER_GRAPH)
+        if drafter.extensions.markov_head:
+            head = build_draft_head_graph(drafter, target, recipe(draft_precision), vocab_size=spec.vocab_size)
+            _save(head, bundle / DRAFT_HEAD_GRAPH)
         write_draft_vocabulary(drafter, bundle, spec.vocab_size)
     progress("hashing")
     manifest = Manifest(
@@ -213,6 +223,11 @@ def _write(
     return manifest
 
 
+def _save(graph: GraphBuilder, path: Path) -> None:
+    graph.save(path, f"{path.name}.data")
+    onnx.checker.check_model(path)
+
+
 def _write_target(
     directory: Path,
     target: TargetCheckpoint,
@@ -232,8 +247,7 @@ def _write_target(
         pad_attention=options.pad_attention,
         batched=options.batched,
     )
-    graph.save(directory / TARGET_GRAPH, f"{TARGET_GRAPH}.data")
-    onnx.checker.check_model(directory / TARGET_GRAPH)
+    _save(graph, directory / TARGET_GRAPH)
     (directory / TOKENIZER).write_text(target.tokenizer_json, "utf-8")
     if target.chat_template is not None:
         (directory / CHAT_TEMPLATE).write_text(target.chat_template, "utf-8")

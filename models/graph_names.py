@@ -30,6 +30,10 @@ DRAFT_IDS = "draft_ids"  # int64 [1, drafts], in the target's vocabulary
 DRAFT_LOGPROBS = "draft_logprobs"  # float32 [1, drafts]: log-probability of each draft id at temperature 1
 DRAFT_LOGITS = "draft_logits"  # float32 [1, drafts, draft_vocab]
 
+# A Markov drafter's block ends in rows; a second graph, the head, makes drafts of them one after the other.
+DRAFT_ROWS = "draft_rows"  # float32 [1, drafts, hidden_size]
+PREVIOUS_IDS = "previous_ids"  # int64 [1, drafts]: the token before each draft, in the target's vocabulary
+
 EMBEDDING_FILE = "embedding.bin"  # float32 [vocab, hidden_size], little endian; both graphs map it
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.npy"  # int64 [draft_vocab]: the target id of each column of draft_logits
 

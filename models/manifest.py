@@ -23,6 +23,8 @@ FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
 TARGET_GRAPH = "target.onnx"
 DRAFTER_GRAPH = "drafter.onnx"
+DRAFT_HEAD_GRAPH = "draft_head.onnx"
+"""Of a drafter with a Markov head."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
@@ -148,7 +150,8 @@ def _needed_files(manifest: Manifest) -> tuple[str, ...]:
     """Files that every bundle of this kind has; what is not listed would be run without being checked."""
     target = (TARGET_GRAPH, f"{TARGET_GRAPH}.data", EMBEDDING_FILE, TOKENIZER)
     drafter = (DRAFTER_GRAPH, f"{DRAFTER_GRAPH}.data", DRAFT_VOCABULARY_FILE)
-    return target + drafter if manifest.drafter.kind == "dflash" else target
+    head = (DRAFT_HEAD_GRAPH, f"{DRAFT_HEAD_GRAPH}.data") if manifest.drafter.markov_head else ()
+    return target + drafter + head if manifest.drafter.kind == "dflash" else target
 
 
 def file_entry(path: Path) -> FileEntry:

@@ -41,7 +41,8 @@ class DrafterSpec:
 
     ``block_size`` counts the anchor in slot 0, so a block proposes ``block_size - 1`` tokens, or ``block_size`` where
     each row drafts the token after its slot (``next_token``). ``draft_vocab_size`` is smaller than the target's where
-    the drafter has a reduced vocabulary (the graph maps ids back).
+    the drafter has a reduced vocabulary (the graph maps ids back). ``markov_head``: each draft depends on the token
+    before it, by a graph of its own.
     """
 
     kind: DrafterKind
@@ -52,6 +53,7 @@ class DrafterSpec:
     head_dim: int = 0
     draft_vocab_size: int = 0
     next_token: bool = field(default=False, metadata=MAY_BE_ABSENT)
+    markov_head: bool = field(default=False, metadata=MAY_BE_ABSENT)
 
     @property
     def max_draft(self) -> int:

@@ -1,4 +1,4 @@
-"""Opens a bundle: manifest, tokenizer, and the two graphs as models."""
+"""Opens a bundle: manifest, tokenizer, and the graphs as models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import numpy as np
 
 from dflash_ort.errors import BundleError
 from dflash_ort.models import graph_names as names
-from dflash_ort.models.manifest import DRAFTER_GRAPH, TARGET_GRAPH, Manifest, check_files, read_manifest
+from dflash_ort.models.manifest import (
+    DRAFT_HEAD_GRAPH,
+    DRAFTER_GRAPH,
+    TARGET_GRAPH,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from dflash_ort.runtime.drafters import DFlashModel
 from dflash_ort.runtime.session import open_session
 from dflash_ort.runtime.target import TargetModel
@@ -49,12 +56,17 @@ def open_bundle(
     dflash = None
     if with_drafter and manifest.drafter.kind == "dflash":
         dflash = DFlashModel(
-            open_session(directory / DRAFTER_GRAPH, threads=threads, options=options),
-            manifest.drafter,
+            *(open_session(directory / graph, threads=threads, options=options) for graph in _drafter(manifest)),
+            spec=manifest.drafter,
             vocabulary=_draft_vocabulary(directory, manifest),
             hidden_width=len(manifest.target.tapped_layers) * manifest.target.hidden_size,
         )
     return OpenBundle(manifest, text, target, dflash)
+
+
+def _drafter(manifest: Manifest) -> tuple[str, ...]:
+    """A model drafter's graphs."""
+    return (DRAFTER_GRAPH, DRAFT_HEAD_GRAPH) if manifest.drafter.markov_head else (DRAFTER_GRAPH,)
 
 
 def _draft_vocabulary(directory: Path, manifest: Manifest) -> np.ndarray:
@@ -72,7 +84,7 @@ def _draft_vocabulary(directory: Path, manifest: Manifest) -> np.ndarray:
 
 def graph_signatures(directory: Path, manifest: Manifest) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
     """Inputs and outputs of a bundle's graphs: graph, then "inputs" or "outputs", then name, then type and shape."""
-    graphs = [TARGET_GRAPH, *([DRAFTER_GRAPH] if manifest.drafter.kind == "dflash" else [])]
+    graphs = [TARGET_GRAPH, *(_drafter(manifest) if manifest.drafter.kind == "dflash" else ())]
     signatures = {}
     for graph in graphs:
         session = open_session(directory / graph, threads=1, options={})

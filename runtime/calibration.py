@@ -150,7 +150,7 @@ class _Scene:
     def _block(self, count: int) -> None:
         assert self._drafter is not None
         self._draft_cache.length.trim(self.context)
-        self._drafter.run(self._draft_cache, [self._hidden[:count]], 0)
+        self._drafter.run(self._draft_cache, [self._hidden[:count]], 0).greedy(self._drafter.spec.max_draft)
 
 
 def _filled(cache: KVCache, context: int) -> KVCache:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from dflash_ort.models import graph_names as names
 from dflash_ort.models.spec import DrafterSpec
 from dflash_ort.records import Draft, Request
 from dflash_ort.runtime.cache import KVCache
-from dflash_ort.runtime.graph_io import Array, Scratch
+from dflash_ort.runtime.graph_io import Array, Binding, Scratch
 
 INJECTION_CHUNK = 256
 """Most rows injected in one drafter pass."""
@@ -146,12 +147,84 @@ class PendingRows:
         return taken
 
 
-class DFlashModel:
-    """Runs the drafter's graph. One per engine; requests bring their caches."""
+class Block(Protocol):
+    """A block that was drafted; the next one's arrays are the same memory."""
 
-    def __init__(self, session: Any, spec: DrafterSpec, *, vocabulary: Array, hidden_width: int) -> None:
+    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+        """The likeliest drafts, at most ``limit``, and their log-probabilities."""
+        ...
+
+    def logits(self, draft: int, previous: int) -> Array:
+        """float32 ``[draft vocabulary]`` of draft number ``draft``, which follows the token ``previous``."""
+        ...
+
+
+@dataclass(slots=True)
+class _ParallelBlock:
+    """All drafts at once: ids int64 ``[drafts]``, log-probabilities and logits float32, a row for each."""
+
+    ids: Array
+    log_probs: Array
+    all_logits: Array
+
+    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+        return self.ids[:limit].tolist(), self.log_probs[:limit].tolist()
+
+    def logits(self, draft: int, previous: int) -> Array:
+        del previous
+        row: Array = self.all_logits[draft]
+        return row
+
+
+class _MarkovBlock:
+    """Rows, of which the head's graph makes one draft after the other, each with the token before it."""
+
+    def __init__(self, head: Any, vocabulary: Array, hidden_size: int) -> None:
+        self._binding, self._rows = Binding(head), np.empty((0, hidden_size), np.float32)
+        self._row, self._previous = np.empty((1, 1, hidden_size), np.float32), np.empty((1, 1), np.int64)
+        self._id, self._log_prob = np.empty((1, 1), np.int64), np.empty((1, 1), np.float32)
+        self._logits = np.empty((1, 1, len(vocabulary)), np.float32)
+        self._binding.input(names.DRAFT_ROWS, self._row)
+        self._binding.input(names.PREVIOUS_IDS, self._previous)
+        self._binding.output(names.DRAFT_IDS, self._id)
+        self._binding.output(names.DRAFT_LOGPROBS, self._log_prob)
+        self._binding.output(names.DRAFT_LOGITS, self._logits)
+        self._anchor = 0
+
+    def begin(self, rows: Array, anchor: int) -> _MarkovBlock:
+        """Of float32 ``[drafts, hidden_size]``, behind the token ``anchor``."""
+        self._rows, self._anchor = rows, anchor
+        return self
+
+    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+        ids, log_probs, previous = list[int](), list[float](), self._anchor
+        for draft in range(min(limit, len(self._rows))):
+            self.logits(draft, previous)
+            previous = int(self._id[0, 0])
+            ids.append(previous)
+            log_probs.append(float(self._log_prob[0, 0]))
+        return ids, log_probs
+
+    def logits(self, draft: int, previous: int) -> Array:
+        self._row[0, 0] = self._rows[draft]
+        self._previous[0, 0] = previous
+        self._binding.run()
+        row: Array = self._logits[0, 0]
+        return row
+
+
+class DFlashModel:
+    """Runs the drafter's graph. One per engine; requests bring their caches. ``head``: a Markov drafter's other one."""
+
+    def __init__(
+        self, session: Any, head: Any = None, *, spec: DrafterSpec, vocabulary: Array, hidden_width: int
+    ) -> None:
         self._session, self.spec, self.vocabulary = session, spec, vocabulary
         self._ids, self._logprobs, self._logits = Scratch(np.int64), Scratch(np.float32), Scratch(np.float32)
+        self._rows, self._markov = Scratch(np.float32), None
+        if head is not None:
+            self._width = next(value.shape[-1] for value in head.get_inputs() if value.name == names.DRAFT_ROWS)
+            self._markov = _MarkovBlock(head, vocabulary, self._width)
         self._injected, self.hidden_width = Scratch(np.float32), hidden_width
         self._block = np.full((1, spec.block_size), spec.mask_token_id, np.int64)
         self._no_block = self._block[:, :0].copy()
@@ -160,13 +233,11 @@ class DFlashModel:
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(self._session, self.spec, capacity)
 
-    def run(self, cache: KVCache, injected: Sequence[Array], anchor: int | None) -> tuple[Array, Array, Array]:
-        """Inject rows, and draft a block after ``anchor`` (no block when None).
+    def run(self, cache: KVCache, injected: Sequence[Array], anchor: int | None) -> Block:
+        """Inject rows, and draft a block after ``anchor`` (an empty one when None).
 
-        ``injected`` is pieces of float32 ``[rows, taps * hidden]``. Returns draft ids int64 ``[drafts]``, their
-        log-probabilities float32 ``[drafts]`` and logits float32 ``[drafts, draft vocabulary]``; the next run
-        overwrites them. The block's rows are taken back from the cache, the injected ones stay. A block comes with at
-        least one injected row: some drafters start from the last one.
+        ``injected`` is pieces of float32 ``[rows, taps * hidden]``. The block's rows are taken back from the cache, the
+        injected ones stay. A block comes with at least one injected row: some drafters start from the last one.
         """
         block = self._no_block if anchor is None else self._block
         if anchor is not None:
@@ -176,18 +247,27 @@ class DFlashModel:
         self._last_key[0] = total - 1
         cache.length.check_room(rows.shape[1] + block.shape[1])
         binding, drafts = cache.binding, 0 if anchor is None else self.spec.max_draft
-        ids, logprobs = self._ids.take(1, drafts), self._logprobs.take(1, drafts)
-        logits = self._logits.take(1, drafts, len(self.vocabulary))
         binding.input(names.INJECTED, rows)
         binding.input(names.BLOCK_IDS, block)
         binding.input(names.LAST_KEY, self._last_key)
         binding.input(names.TOTAL_LENGTH, self._total)
+        drafted = self._bind(binding, drafts, anchor or 0)
+        binding.run()
+        cache.length.append(rows.shape[1])
+        return drafted
+
+    def _bind(self, binding: Binding, drafts: int, anchor: int) -> Block:
+        """Bind what the graph gives, and return it as the block that it will be."""
+        if self._markov is not None:
+            rows = self._rows.take(1, drafts, self._width)
+            binding.output(names.DRAFT_ROWS, rows)
+            return self._markov.begin(rows[0], anchor)
+        ids, logprobs = self._ids.take(1, drafts), self._logprobs.take(1, drafts)
+        logits = self._logits.take(1, drafts, len(self.vocabulary))
         binding.output(names.DRAFT_IDS, ids)
         binding.output(names.DRAFT_LOGPROBS, logprobs)
         binding.output(names.DRAFT_LOGITS, logits)
-        binding.run()
-        cache.length.append(rows.shape[1])
-        return ids[0], logprobs[0], logits[0]
+        return _ParallelBlock(ids[0], logprobs[0], logits[0])
 
     def _gather(self, pieces: Sequence[Array]) -> Array:
         """The pieces as one array ``[1, rows, taps * hidden]``, in memory that stays bound."""
@@ -200,15 +280,19 @@ class DFlashModel:
 
 
 class DraftChooser(Protocol):
-    """Draws a block's tokens from its logits ``[drafts, draft vocabulary]`` and the draft vocabulary's target ids."""
+    """Draws ``count`` tokens behind the request's last, one after the other: ``logits(draft, previous)`` are those of a
+    draft, by number and the token before it, ``vocabulary`` their target ids.
+    """
 
-    def __call__(self, logits: Array, vocabulary: Array) -> tuple[list[int], list[float]]: ...
+    def __call__(
+        self, logits: Callable[[int, int], Array], count: int, vocabulary: Array, last_token: int
+    ) -> tuple[list[int], list[float]]: ...
 
 
 class DFlashDrafter:
     """The block-diffusion drafter of one request: lazy injection, one parallel pass for a block.
 
-    ``choose`` draws the block's tokens from its logits, for sampled requests; None takes the graph's own argmax.
+    ``choose`` draws the block's tokens from their logits, for sampled requests; None takes the graph's own argmax.
     """
 
     is_free = False
@@ -232,11 +316,12 @@ class DFlashDrafter:
             return Draft(request.id, request.last_token, kind="dflash")
         while self._pending.count > INJECTION_CHUNK:
             self._inject()
-        ids, log_probs, logits = self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), request.last_token)
+        block = self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), request.last_token)
+        limit = min(limit, self.max_draft)
         if self._choose is None:
-            drafted, evidence = ids[:limit].tolist(), log_probs[:limit].tolist()
+            drafted, evidence = block.greedy(limit)
         else:
-            drafted, evidence = self._choose(logits[:limit], self._model.vocabulary)
+            drafted, evidence = self._choose(block.logits, limit, self._model.vocabulary, request.last_token)
         return Draft(request.id, request.last_token, tuple(drafted), tuple(evidence), kind="dflash")
 
     def _inject(self) -> None:

@@ -7,7 +7,7 @@ which keeps acceptance high.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -134,16 +134,20 @@ class Sampler:
             row[self._banned_at_first] = -np.inf
         return row
 
-    def choose_drafts(self, logits: np.ndarray, vocabulary: np.ndarray) -> tuple[list[int], list[float]]:
-        """Draw a block's tokens with the noise their positions will be verified with.
+    def choose_drafts(
+        self, logits: Callable[[int, int], np.ndarray], count: int, vocabulary: np.ndarray, last_token: int
+    ) -> tuple[list[int], list[float]]:
+        """Draw a block's ``count`` tokens with the noise their positions will be verified with.
 
-        ``logits`` float32 ``[drafts, draft vocabulary]``, ``vocabulary`` their target ids. Returns tokens and each
-        one's log-probability at the request's temperature. The history is left as it was.
+        ``logits(draft, previous)``: float32 ``[draft vocabulary]`` of a draft, by number and the token before it;
+        ``vocabulary``: their target ids. Returns tokens and each one's log-probability at the request's temperature.
+        The history is left as it was.
         """
         committed = len(self.history)
         full = np.full(self._vocab_size, -np.inf, np.float32)
-        tokens, log_probs = [], []
-        for row in logits:
+        tokens, log_probs, token = list[int](), list[float](), last_token
+        for draft in range(count):
+            row = logits(draft, token)
             full[vocabulary] = row
             token = self.choose(full)
             tokens.append(token)

@@ -29,7 +29,7 @@ TAPS = (0, 2)
 BLOCK = 5
 WIDTH = 2 * TinyShape().hidden
 TOKENS = 260
-COMBINATIONS = [flags for n in range(4) for flags in itertools.combinations(EXTENSIONS, n)]
+COMBINATIONS = [flags for n in range(len(EXTENSIONS) + 1) for flags in itertools.combinations(EXTENSIONS, n)]
 CONTEXTS = ((1, 9), (7, 10), (12, 5), (30, 77))
 """Committed rows, and the anchor behind them."""
 
@@ -89,8 +89,14 @@ def draft_logits(model: DFlashModel, hidden: np.ndarray, anchor: int, cuts: tupl
     cache = model.new_cache(64)
     *early, last = np.split(hidden, cuts)
     for piece in early:
-        assert model.run(cache, [piece], None)[0].shape == (0,)
-    return model.run(cache, [last], anchor)[2].copy()
+        assert model.run(cache, [piece], None).greedy(9) == ([], [])
+    block = model.run(cache, [last], anchor)
+    return np.array([block.logits(i, token).copy() for i, token in enumerate(before(anchor, model.spec.max_draft))])
+
+
+def before(anchor: int, drafts: int) -> list[int]:
+    """Tokens before a block's drafts, as if some had been drafted."""
+    return [anchor, *range(20, 19 + drafts)]
 
 
 class TestAgainstTheGraph:
@@ -110,7 +116,8 @@ class TestAgainstTheGraph:
             [table[[token for _, token in CONTEXTS[:3]]], table[[CONTEXTS[3][1]]]],
         )
         with torch.no_grad():
-            rows = drafter(pack).numpy()
+            previous = torch.from_numpy(table[[before(anchor, drafter.shape.num_drafts) for _, anchor in CONTEXTS]])
+            rows = drafter(pack, previous).numpy()
         head = target.tensor("lm_head.weight")[:TOKENS]
         drafts = BLOCK if "next_token" in names else BLOCK - 1
         assert model.spec.max_draft == drafts
@@ -205,14 +212,15 @@ class TestBorrowing:
             borrow(drafter, target, states(50), [], torch.Generator())
 
     def test_another_scale_changes_nothing_that_is_computed(self, target: TargetCheckpoint, tmp_path: Path) -> None:
-        shape = make_shape(target, DrafterExtensions(True, True, True))
+        shape = make_shape(target, DrafterExtensions(**dict.fromkeys(EXTENSIONS, True)))
         drafter = written(make_drafter(target, shape), tmp_path / "drafter")
         other = Drafter(shape, torch.zeros(64), 64)
         resume_from(other, read_drafter(tmp_path / "drafter"), 3 * states(40, seed=9))
         assert not np.allclose(other.tap_scale, drafter.tap_scale)
         pack = pack_of([states(20)], [np.array([1, 8, 20])], [embeddings(target)[[5, 6, 7]]])
+        previous = torch.from_numpy(embeddings(target)[[before(anchor, BLOCK) for anchor in (5, 6, 7)]])
         with torch.no_grad():
-            np.testing.assert_allclose(other(pack), drafter(pack), atol=1e-4)
+            np.testing.assert_allclose(other(pack, previous), drafter(pack, previous), atol=1e-4)
 
     def test_a_silent_channel_is_no_division_by_zero(self, target: TargetCheckpoint) -> None:
         drafter = Drafter(make_shape(target), torch.zeros(64), 64)

@@ -285,7 +285,7 @@ def test_drafts_with_shared_noise_agree_as_theory_says(sharpness: float) -> None
     sampler = Sampler(params, 5, [0], vocab_size=9, stop_ids=())
     same = 0
     for _ in range(samples):
-        (drafted,), _ = sampler.choose_drafts(logits[1:], np.arange(9))
+        (drafted,), _ = sampler.choose_drafts(lambda _, __: logits[1], 1, np.arange(9), 0)
         chosen = sampler.choose(logits[0])
         same += drafted == chosen
         sampler.commit(chosen)
@@ -303,7 +303,14 @@ def test_a_draft_is_what_the_target_would_choose_from_the_same_logits(temperatur
     for _ in range(40):
         logits = (rng.standard_normal((6, 5)) * 2).astype(np.float32)
         before = len(sampler.history)
-        tokens, log_probs = sampler.choose_drafts(logits, vocabulary)
+        asked: list[tuple[int, int]] = []
+
+        def logits_of(draft: int, previous: int, logits: np.ndarray = logits) -> np.ndarray:
+            asked.append((draft, previous))
+            return logits[draft]
+
+        tokens, log_probs = sampler.choose_drafts(logits_of, len(logits), vocabulary, 4)
+        assert asked == list(enumerate([4, *tokens[:-1]]))
         assert len(sampler.history) == before
         for row, token, log_prob in zip(logits, tokens, log_probs, strict=True):
             full = np.full(12, -np.inf, np.float32)

@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-EXTENSIONS = ("next_token", "context_start", "slot_embeddings")
+EXTENSIONS = ("next_token", "context_start", "slot_embeddings", "markov_head")
 """What a drafter may do beyond z-lab's format."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>")
 
@@ -142,6 +142,9 @@ def write_drafter(
         tensors |= {"start.weight": normal(h, len(taps) * h), "start_embed.weight": normal(h, h)}
     if "slot_embeddings" in extensions:
         tensors["slot_embeddings.weight"] = normal(block_size, h)
+    if "markov_head" in extensions:
+        tensors |= {f"markov.{side}_proj.weight": normal(h, 2 * h) for side in ("gate", "up")}
+        tensors["markov.down_proj.weight"] = normal(h, h)
     if draft_vocab is not None:
         ids = np.sort(rng.choice(260, draft_vocab, replace=False)).astype(np.int64)
         tensors["d2t"] = ids - np.arange(draft_vocab)
