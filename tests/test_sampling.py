@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -293,6 +295,17 @@ def test_drafts_with_shared_noise_agree_as_theory_says(sharpness: float) -> None
     assert abs(same / samples - theory) < 4 * np.sqrt(theory * (1 - theory) / samples)
 
 
+def recording(logits: np.ndarray) -> tuple[list[tuple[int, int]], Callable[[int, int], np.ndarray]]:
+    """A drafter's logits by draft and token before it, and the list of what was asked of it."""
+    asked: list[tuple[int, int]] = []
+
+    def logits_of(draft: int, previous: int) -> np.ndarray:
+        asked.append((draft, previous))
+        return logits[draft]
+
+    return asked, logits_of
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_draft_is_what_the_target_would_choose_from_the_same_logits(temperature: float) -> None:
     """Same noise, same penalties, drafts counted one after the other; the history is afterwards as it was."""
@@ -303,12 +316,7 @@ def test_a_draft_is_what_the_target_would_choose_from_the_same_logits(temperatur
     for _ in range(40):
         logits = (rng.standard_normal((6, 5)) * 2).astype(np.float32)
         before = len(sampler.history)
-        asked: list[tuple[int, int]] = []
-
-        def logits_of(draft: int, previous: int, logits: np.ndarray = logits) -> np.ndarray:
-            asked.append((draft, previous))
-            return logits[draft]
-
+        asked, logits_of = recording(logits)
         tokens, log_probs = sampler.choose_drafts(logits_of, len(logits), vocabulary, 4)
         assert asked == list(enumerate([4, *tokens[:-1]]))
         assert len(sampler.history) == before
