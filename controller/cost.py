@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +24,10 @@ class CostTable:
     """Seconds of a target pass over rows and context, and of a draft over context.
 
     ``verify[r][c]``: a pass of ``rows[r]`` rows behind ``contexts[c]`` cached ones; never falls along either axis.
-    ``draft[c]``: one block with a few rows to inject; ``inject_row``: each further row injected; ``other``: a
-    round's rest; ``after_draft``: how much longer the target's pass takes when a block was drafted just before, since
-    the drafter's weights have taken the place of its own in the processor's caches.
+    ``draft[c]``: one block with a row to inject and one draft made of it; ``inject_row``: each further row injected;
+    ``draft_step``: each further draft, where they are made one after the other (a Markov head); ``other``: a round's
+    rest; ``after_draft``: how much longer the target's pass takes when a block was drafted just before, since the
+    drafter's weights have taken the place of its own in the processor's caches.
     """
 
     rows: tuple[int, ...]
@@ -34,6 +37,29 @@ class CostTable:
     inject_row: float
     other: float
     after_draft: float = 0.0
+    draft_step: float = 0.0
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> CostTable:
+        """A table from plain JSON values; raises KeyError, TypeError, OverflowError or ValueError when it is none."""
+        rows, contexts = (tuple(int(x) for x in raw[name]) for name in ("rows", "contexts"))
+        verify = tuple(tuple(float(x) for x in line) for line in raw["verify"])
+        draft = tuple(float(x) for x in raw["draft"])
+        rest = [float(raw[name]) for name in ("inject_row", "other", "after_draft", "draft_step")]
+        passes = [seconds for line in verify for seconds in line]
+        numbers = np.array([*passes, *draft, *rest], np.float64)
+        if not (
+            len(verify) == len(rows)
+            and all(len(line) == len(contexts) for line in verify)
+            and len(draft) == len(contexts) > 0
+            and rows[:1] == (1,)
+            and all(a < b for axis in (rows, contexts) for a, b in pairwise(axis))
+            and np.isfinite(numbers).all()
+            and (numbers >= 0.0).all()
+            and min(passes) > 0.0
+        ):
+            raise ValueError("shapes or numbers that cannot be")
+        return CostTable(rows, contexts, verify, draft, *rest)
 
 
 class CostModel:
@@ -71,20 +97,25 @@ class CostModel:
             known.extend(last + step * extra for extra in range(1, max_rows - len(known) + 1))
         return known
 
-    def block(self, context: int) -> float:
-        """Table seconds of drafting one block, with no more than a row to inject."""
+    def block(self, context: int, pending: int = 1, drafts: int = 1) -> float:
+        """Table seconds of drafting a block: ``pending`` rows injected on the way, ``drafts`` made of it."""
+        table = self.table
         left, share = self._place(context)
-        first = self.table.draft[left]
-        return first + share * (self.table.draft[left + 1] - first) if share else first
+        seconds = table.draft[left]
+        if share:
+            seconds += share * (table.draft[left + 1] - seconds)
+        if pending > 1:
+            seconds += table.inject_row * (pending - 1)
+        return seconds + table.draft_step * (drafts - 1) if drafts > 1 else seconds
 
     def verify(self, max_rows: int, context: int) -> list[float]:
         """Seconds of passes of 1 to ``max_rows`` rows."""
         drift = self.drift
         return [seconds * drift for seconds in self.passes(max_rows, context)]
 
-    def draft(self, context: int, pending: int) -> float:
-        """Seconds of one block, ``pending`` rows injected on the way."""
-        return (self.block(context) + self.table.inject_row * max(pending - 1, 0)) * self.drift
+    def draft(self, context: int, pending: int, drafts: int = 1) -> float:
+        """Seconds of a block, as in `block`."""
+        return self.block(context, pending, drafts) * self.drift
 
     def other(self) -> float:
         """Seconds of a round's rest, without sampling."""

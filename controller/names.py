@@ -6,15 +6,16 @@ from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.baselines import HillClimb, StepRatio, Threshold
 from dflash_ort.controller.cost import CostModel, CostTable
 from dflash_ort.controller.fixed import FixedLength
+from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import PolicyError
 
-EXPECTED = "adaptive, off, fixed:N, fixed:max, threshold:P, hill-climb or step-ratio"
+EXPECTED = "adaptive, off, fixed:N, fixed:max, threshold:P, hill-climb, step-ratio or a policy file (.json)"
 
 
 def needs_costs(name: str) -> bool:
     """Whether a controller of this name reads the machine's calibrated costs."""
-    return name in ("adaptive", "step-ratio")
+    return name.partition(":")[0] in ("adaptive", "step-ratio")
 
 
 def check_name(name: str) -> None:
@@ -22,10 +23,15 @@ def check_name(name: str) -> None:
     make_controller(name, GENERIC_COSTS)
 
 
-def make_controller(name: str, costs: CostTable) -> Controller:
-    """A controller from its name. Raises PolicyError for an unknown one."""
+def make_controller(name: str, costs: CostTable, policy: Policy = GENERIC_POLICY) -> Controller:
+    """A controller from its name, an adaptive one of this policy. Raises PolicyError for an unknown one.
+
+    "adaptive:generic" has the generic policy whatever is given, "adaptive:frozen" reads no clock.
+    """
     kind, _, value = name.partition(":")
-    if name == "adaptive":
+    if name in ("adaptive", "adaptive:frozen"):
+        return Adaptive(CostModel(costs), policy, frozen=value == "frozen")
+    if name == "adaptive:generic":
         return Adaptive(CostModel(costs))
     if name == "off":
         return FixedLength(0)

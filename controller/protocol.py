@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflash_ort.records import Draft, RoundRecord, VerifyPlan
 
 PLAIN = "none"
 """The arm that asks no drafter."""
+INJECTION_CHUNK = 256
+"""Most rows injected in one drafter pass."""
+MAX_PENDING = 1024
+"""Most committed rows held back before they are injected although nobody asks for a draft."""
+
+
+def still_pending(rows: int) -> int:
+    """How many of so many rows stay back when as many as must be are injected."""
+    return rows - max(-((MAX_PENDING - rows) // INJECTION_CHUNK), 0) * INJECTION_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +35,20 @@ class RoundState:
     limits: Mapping[str, int]
     """The drafters that may be asked, and the most tokens each may propose now."""
     draws: bool = False
-    """Each draft of a model is drawn from its distribution, which costs time by the token."""
+    """Each draft of a model is drawn from its distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """Which drafter to ask, `PLAIN` for none, and for how many tokens at most."""
+    """Which drafter to ask, `PLAIN` for none, and for how many tokens at most.
+
+    ``go_on``: told the log-probabilities of the drafts so far (at least one), whether another is worth making; asked
+    only where drafts are made one after the other.
+    """
 
     kind: str = PLAIN
     limit: int = 0
+    go_on: Callable[[Sequence[float]], bool] | None = field(default=None, compare=False)
 
 
 class Controller(Protocol):

@@ -13,7 +13,6 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, get_args
 
-from dflash_ort.controller.names import GENERIC_COSTS, check_name, make_controller, needs_costs
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import PolicyError, RequestError
 from dflash_ort.models.texts import BenchPrompt
@@ -21,6 +20,7 @@ from dflash_ort.params import SamplingParams
 from dflash_ort.progress import Progress, silent
 from dflash_ort.records import RoundRecord, Statistics
 from dflash_ort.runtime.engine import DrafterName, Engine
+from dflash_ort.runtime.policies import check_controller
 from dflash_ort.runtime.text import Prompt
 from dflash_ort.runtime.unpadded import unpadded
 
@@ -63,7 +63,7 @@ def _entry(label: str) -> Entry:
         raise PolicyError(f"unknown drafter '{drafter}' in '{label}'; expected {expected}, as in ngram@fixed:3")
     if controller == OFF_UNPADDED:
         raise PolicyError(f"'{label}': {OFF_UNPADDED} takes no drafter")
-    check_name(controller)
+    check_controller(controller)
     return Entry(label, controller, drafter if at else "auto")  # type: ignore[arg-type]
 
 
@@ -199,14 +199,10 @@ def measure(
 def _contestants(engines: Mapping[str, Engine], entries: Sequence[Entry]) -> list[_Contestant]:
     """With new controllers, which have learnt nothing yet."""
     return [
-        _Contestant((bundle, entry.label), engine, entry, _controller(engine, entry.controller))
+        _Contestant((bundle, entry.label), engine, entry, engine.new_controller(entry.controller))
         for bundle, engine in engines.items()
         for entry in entries
     ]
-
-
-def _controller(engine: Engine, name: str) -> Controller:
-    return make_controller(name, engine.costs() if needs_costs(name) else GENERIC_COSTS)
 
 
 def _warm_up(contestants: Sequence[_Contestant], settings: BenchSettings, progress: Progress) -> None:

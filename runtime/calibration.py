@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -22,7 +22,7 @@ from dflash_ort.runtime.drafters import NgramDrafter
 from dflash_ort.runtime.machine import machine_key
 from dflash_ort.runtime.stored import load_json, store_json
 
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 SECONDS = 6.0
 """Calibration stops about here, with fewer repeats on a slow machine; no point is measured less than three times."""
 _REPEATS = 9
@@ -55,6 +55,8 @@ def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float
         return CostTable(rows, contexts, verify, (0.0,) * len(contexts), inject_row=0.0, other=_OTHER_SECONDS)
     draft = np.maximum.accumulate([scene.median("draft", 1) for scene in scenes])
     extra = np.median([scene.median("draft", injected) - scene.median("draft", 1) for scene in scenes])
+    steps = bundle.dflash.spec.max_draft - 1
+    further = np.median([scene.median("all drafts", 1) - scene.median("draft", 1) for scene in scenes])
     dearer = np.median([scene.median("after draft", 1) - scene.median("verify", 1) for scene in scenes])
     return CostTable(
         rows,
@@ -64,6 +66,7 @@ def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float
         inject_row=max(float(extra) / max(injected - 1, 1), 0.0),
         other=_OTHER_SECONDS,
         after_draft=max(float(dearer), 0.0),
+        draft_step=max(float(further) / steps, 0.0) if steps and bundle.dflash.is_sequential else 0.0,
     )
 
 
@@ -78,7 +81,7 @@ def known_costs(manifest: Manifest, threads: int) -> tuple[CostTable | None, str
     if raw is None:
         return None, warning
     try:
-        return _decode(raw), None
+        return CostTable.from_json(raw), None
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         return None, f"the calibration '{path}' is damaged ({error}); it is measured again"
 
@@ -130,6 +133,8 @@ class _Scene:
             self._pass(1)
             self._time("draft", count, self._block)
             self._time("after draft", 1, self._pass)
+        self._pass(1)
+        self._time("all drafts", 1, partial(self._block, drafts=self._drafter.spec.max_draft))
 
     def median(self, what: str, count: int) -> float:
         return float(np.median(self._times[what, count]))
@@ -147,10 +152,10 @@ class _Scene:
         self._cache.length.trim(self.context)
         self._target.run(self._cache, self._tokens[:count], count)
 
-    def _block(self, count: int) -> None:
+    def _block(self, count: int, drafts: int = 1) -> None:
         assert self._drafter is not None
         self._draft_cache.length.trim(self.context)
-        self._drafter.run(self._draft_cache, [self._hidden[:count]], 0).greedy(self._drafter.spec.max_draft)
+        self._drafter.run(self._draft_cache, [self._hidden[:count]], 0).greedy(drafts)
 
 
 def _filled(cache: KVCache, context: int) -> KVCache:
@@ -171,23 +176,3 @@ def _measure(scenes: Sequence[_Scene], seconds: float, progress: Progress) -> No
             scene.run()
         if repeat + 1 >= _LEAST_REPEATS and perf_counter() > deadline:
             break
-
-
-def _decode(raw: dict[str, object]) -> CostTable:
-    """A table from JSON; raises KeyError, TypeError or ValueError when it is not one."""
-    rows = tuple(int(r) for r in raw["rows"])  # type: ignore[attr-defined]
-    contexts = tuple(int(c) for c in raw["contexts"])  # type: ignore[attr-defined]
-    verify = tuple(tuple(float(x) for x in line) for line in raw["verify"])  # type: ignore[attr-defined]
-    draft = tuple(float(x) for x in raw["draft"])  # type: ignore[attr-defined]
-    rest = [float(raw[name]) for name in ("inject_row", "other", "after_draft")]  # type: ignore[arg-type]
-    numbers = np.array([*[x for line in verify for x in line], *draft, *rest], np.float64)
-    shapes_fit = (
-        len(verify) == len(rows) and all(len(line) == len(contexts) for line in verify) and len(draft) == len(contexts)
-    )
-    ascending = rows[:1] == (1,) and all(a < b for axis in (rows, contexts) for a, b in pairwise(axis))
-    numbers_fit = (
-        np.isfinite(numbers).all() and (numbers >= 0.0).all() and (numbers[: len(rows) * len(contexts)] > 0).all()
-    )
-    if not (shapes_fit and contexts and ascending and numbers_fit):
-        raise ValueError("shapes or numbers that cannot be")
-    return CostTable(rows, contexts, verify, draft, *rest)

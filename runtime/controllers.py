@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 
 from dflash_ort.controller.cost import CostTable
-from dflash_ort.controller.names import GENERIC_COSTS, make_controller, needs_costs
+from dflash_ort.controller.names import GENERIC_COSTS
+from dflash_ort.controller.policy import Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.runtime.calibration import SECONDS, known_costs, remember_costs
+from dflash_ort.runtime.policies import named_controller, reads_costs
 
 logger = logging.getLogger("dflash_ort")
 
@@ -17,21 +19,25 @@ logger = logging.getLogger("dflash_ort")
 class Controllers:
     """Controllers by name. One serves all requests, so that what one request teaches the next has.
 
-    ``measure`` measures costs for about so many seconds; None where calibration was turned off.
+    ``measure`` measures costs for about so many seconds; None where calibration was turned off. ``policy`` is where
+    adaptive ones start from.
     """
 
-    def __init__(self, manifest: Manifest, threads: int, measure: Callable[[float], CostTable] | None) -> None:
-        self._manifest, self._threads, self._measure = manifest, threads, measure
+    def __init__(
+        self, manifest: Manifest, threads: int, measure: Callable[[float], CostTable] | None, policy: Policy
+    ) -> None:
+        self._manifest, self._threads, self._measure, self._policy = manifest, threads, measure, policy
         self._costs: CostTable | None = None
         self._made: dict[str, Controller] = {}
 
     def get(self, name: str) -> Controller:
         """The controller of this name. Raises PolicyError for an unknown one."""
         known = self._made.get(name)
-        if known is None:
-            costs = self.costs() if needs_costs(name) else GENERIC_COSTS
-            known = self._made.setdefault(name, make_controller(name, costs))
-        return known
+        return known if known is not None else self._made.setdefault(name, self.new(name))
+
+    def new(self, name: str) -> Controller:
+        """One of this name that has learnt nothing yet. Raises PolicyError for an unknown one."""
+        return named_controller(name, self.costs() if reads_costs(name) else GENERIC_COSTS, self._policy)
 
     def costs(self) -> CostTable:
         """What passes cost here: measured once for this bundle and machine, and kept; else a generic shape."""

@@ -20,6 +20,15 @@ from dflash_ort.runtime.sampler import Sampler
 from dflash_ort.runtime.statistics import StatisticsBuilder
 from dflash_ort.runtime.target import TargetModel
 
+PREFILL_CHUNK = 256
+"""Most rows of a prefill pass."""
+
+
+def pieces_of(length: int) -> list[int]:
+    """Row counts of the prefill passes of a prompt of so many tokens."""
+    whole, rest = divmod(length, PREFILL_CHUNK)
+    return [PREFILL_CHUNK] * whole + ([rest] if rest else [])
+
 
 @dataclass(slots=True)
 class Decoding:
@@ -129,7 +138,7 @@ class Decoding:
         elif lookup is not None and order.kind == lookup.kind:
             draft = replace(lookup, token_ids=lookup.token_ids[:limit])
         else:
-            draft = self.drafters[order.kind].draft(self.request, limit)
+            draft = self.drafters[order.kind].draft(self.request, limit, order.go_on)
         return draft, perf_counter() - chosen + looked - began
 
     def _observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:

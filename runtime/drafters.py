@@ -9,20 +9,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_ort.controller.protocol import INJECTION_CHUNK, MAX_PENDING
 from dflash_ort.models import graph_names as names
 from dflash_ort.models.spec import DrafterSpec
 from dflash_ort.records import Draft, Request
 from dflash_ort.runtime.cache import KVCache
 from dflash_ort.runtime.graph_io import Array, Binding, Scratch
 
-INJECTION_CHUNK = 256
-"""Most rows injected in one drafter pass."""
 _LONGEST_MATCH = 32
 """A lookup's match is measured no further back."""
 _OCCURRENCES = 4
 """Latest occurrences of an n-gram that a lookup chooses from."""
-MAX_PENDING = 1024
-"""Most committed rows held back before they are injected although nobody asks for a draft."""
+GoOn = Callable[[Sequence[float]], bool]
+"""Told the log-probabilities of the drafts so far, whether another is worth making."""
 
 
 class Drafter(Protocol):
@@ -42,8 +41,10 @@ class Drafter(Protocol):
         """Learn of rows that the target has passed and that stay: their tokens, and their tapped states."""
         ...
 
-    def draft(self, request: Request, limit: int) -> Draft:
-        """At most ``limit`` tokens to follow the request's last one."""
+    def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
+        """At most ``limit`` tokens to follow the request's last one; where they are made one after the other, as many
+        as ``go_on`` asks for.
+        """
         ...
 
 
@@ -57,7 +58,7 @@ class NoDrafter:
     def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         pass
 
-    def draft(self, request: Request, limit: int) -> Draft:
+    def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
         return Draft(request.id, request.last_token)
 
 
@@ -80,7 +81,7 @@ class NgramDrafter:
     def observe(self, token_ids: Sequence[int], hidden: Array) -> None:
         pass  # tokens are read from the request, which also has the anchor
 
-    def draft(self, request: Request, limit: int) -> Draft:
+    def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
         self._extend(request)
         tokens = self._tokens
         for length in range(min(self.max_match, len(tokens) - 1), self.min_match - 1, -1):
@@ -150,7 +151,7 @@ class PendingRows:
 class Block(Protocol):
     """A block that was drafted; the next one's arrays are the same memory."""
 
-    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+    def greedy(self, limit: int, go_on: GoOn | None = None) -> tuple[list[int], list[float]]:
         """The likeliest drafts, at most ``limit``, and their log-probabilities."""
         ...
 
@@ -167,7 +168,8 @@ class _ParallelBlock:
     log_probs: Array
     all_logits: Array
 
-    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+    def greedy(self, limit: int, go_on: GoOn | None = None) -> tuple[list[int], list[float]]:
+        del go_on  # they are all there
         return self.ids[:limit].tolist(), self.log_probs[:limit].tolist()
 
     def logits(self, draft: int, previous: int) -> Array:
@@ -196,9 +198,11 @@ class _MarkovBlock:
         self._rows, self._anchor = rows, anchor
         return self
 
-    def greedy(self, limit: int) -> tuple[list[int], list[float]]:
+    def greedy(self, limit: int, go_on: GoOn | None = None) -> tuple[list[int], list[float]]:
         ids, log_probs, previous = list[int](), list[float](), self._anchor
         for draft in range(min(limit, len(self._rows))):
+            if draft and go_on is not None and not go_on(log_probs):
+                break
             self.logits(draft, previous)
             previous = int(self._id[0, 0])
             ids.append(previous)
@@ -229,6 +233,11 @@ class DFlashModel:
         self._block = np.full((1, spec.block_size), spec.mask_token_id, np.int64)
         self._no_block = self._block[:, :0].copy()
         self._last_key, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Each draft costs time of its own."""
+        return self._markov is not None
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(self._session, self.spec, capacity)
@@ -285,7 +294,12 @@ class DraftChooser(Protocol):
     """
 
     def __call__(
-        self, logits: Callable[[int, int], Array], count: int, vocabulary: Array, last_token: int
+        self,
+        logits: Callable[[int, int], Array],
+        count: int,
+        vocabulary: Array,
+        last_token: int,
+        go_on: GoOn | None = None,
     ) -> tuple[list[int], list[float]]: ...
 
 
@@ -311,7 +325,7 @@ class DFlashDrafter:
         while self._pending.count > MAX_PENDING:
             self._inject()
 
-    def draft(self, request: Request, limit: int) -> Draft:
+    def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
         if limit < 1:
             return Draft(request.id, request.last_token, kind="dflash")
         while self._pending.count > INJECTION_CHUNK:
@@ -319,9 +333,9 @@ class DFlashDrafter:
         block = self._model.run(self._cache, self._pending.take(INJECTION_CHUNK), request.last_token)
         limit = min(limit, self.max_draft)
         if self._choose is None:
-            drafted, evidence = block.greedy(limit)
+            drafted, evidence = block.greedy(limit, go_on)
         else:
-            drafted, evidence = self._choose(block.logits, limit, self._model.vocabulary, request.last_token)
+            drafted, evidence = self._choose(block.logits, limit, self._model.vocabulary, request.last_token, go_on)
         return Draft(request.id, request.last_token, tuple(drafted), tuple(evidence), kind="dflash")
 
     def _inject(self) -> None:

@@ -7,13 +7,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.cost import CostTable
-from dflash_ort.controller.names import check_name
+from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.defaults import DEFAULT_CONTROLLER
 from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
@@ -24,12 +25,13 @@ from dflash_ort.records import Chunk, Request, RoundRecord
 from dflash_ort.runtime import machine
 from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
-from dflash_ort.runtime.cache import Slot
+from dflash_ort.runtime.cache import KVCache, Slot
 from dflash_ort.runtime.calibration import calibrate, remember_costs
 from dflash_ort.runtime.controllers import Controllers, plain_pass
-from dflash_ort.runtime.decoding import Decoding
+from dflash_ort.runtime.decoding import PREFILL_CHUNK, Decoding, pieces_of
 from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter
 from dflash_ort.runtime.exactness import make_exact
+from dflash_ort.runtime.policies import bundle_policy, check_controller
 from dflash_ort.runtime.roundlog import RoundLog
 from dflash_ort.runtime.sampler import Sampler
 from dflash_ort.runtime.session import default_threads, runtime_version
@@ -37,8 +39,11 @@ from dflash_ort.runtime.statistics import StatisticsBuilder
 from dflash_ort.runtime.stream import Generation, Lease, Stream
 from dflash_ort.runtime.text import Prompt
 
+Listener = Callable[[Request, Mapping[str, Drafter], Sampler], Drafter]
+"""Makes a drafter that proposes nothing and hears of every row that stays: of a request, of drafters for it that nobody
+else asks, and of the sampler that they draw with.
+"""
 DrafterName = Literal["auto", "dflash", "ngram", "none"]
-PREFILL_CHUNK = 256
 
 
 class Engine:
@@ -57,6 +62,7 @@ class Engine:
         drafter: DrafterName,
         controller: str,
         calibrate: bool = True,
+        policy: Policy = GENERIC_POLICY,
         progress: Progress = silent,
     ) -> None:
         self._bundle: OpenBundle | None = bundle
@@ -64,7 +70,7 @@ class Engine:
         self.max_context, self.exact, self.threads = max_context, exact, threads
         self._drafter_name, self._controller_name = drafter, controller
         self._progress = progress
-        self._controllers = Controllers(bundle.manifest, threads, self._measure if calibrate else None)
+        self._controllers = Controllers(bundle.manifest, threads, self._measure if calibrate else None, policy)
         self._log: RoundLog | None = None
         self._free: list[Slot] = []
         self._turn = threading.Lock()
@@ -99,7 +105,7 @@ class Engine:
         ProviderError for options.
         """
         threads = default_threads() if threads is None else threads
-        check_name(controller)
+        check_controller(controller)
         bundle = open_bundle(
             Path(directory),
             threads=threads,
@@ -132,12 +138,13 @@ class Engine:
             drafter=drafter,
             controller=controller,
             calibrate=calibrate,
+            policy=bundle_policy(Path(directory)),
             progress=progress,
         )
         engine.max_draft(drafter)
         engine._controllers.get(controller)
         if log is not None:
-            engine._log = RoundLog(log, with_text=log_text, common=engine._log_common())
+            engine._log = RoundLog(log, with_text=log_text, common=engine.describe())
         return engine
 
     def stream(
@@ -151,13 +158,15 @@ class Engine:
         controller: str | Controller | None = None,
         prefill_pieces: Sequence[int] | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
+        listener: Listener | None = None,
     ) -> Stream:
         """Answer piece by piece.
 
         ``prompt``: text (one user message, unless ``raw`` or the bundle has no chat template), chat messages, or
         token ids. ``template_arguments`` go to the chat template. ``drafter`` and ``controller`` override the
         engine's. ``prefill_pieces`` cuts the prompt's prefill into these row counts instead of the default; the
-        text is the same. ``on_round`` is told of every round, from inside it.
+        text is the same. ``on_round`` is told of every round, from inside it. ``listener``: somebody who hears of
+        every row that stays.
 
         Raises RequestError for a prompt or parameters that cannot be used, before anything runs.
         """
@@ -166,7 +175,7 @@ class Engine:
         params.check_vocabulary(self.manifest.target.vocab_size)
         ids = bundle.text.encode(prompt, raw=raw, template_arguments=template_arguments or {})
         self._check_prompt(ids)
-        pieces = list(prefill_pieces) if prefill_pieces is not None else _pieces(len(ids))
+        pieces = list(prefill_pieces) if prefill_pieces is not None else pieces_of(len(ids))
         if sum(pieces) != len(ids) or min(pieces) < 1:
             raise RequestError(
                 f"prefill_pieces is {pieces}; expected positive counts that add up to the prompt's {len(ids)}"
@@ -178,7 +187,7 @@ class Engine:
         kinds = self._kinds(name, chosen)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         request = Request(next(self._ids), ids, params, seed)
-        stream = self._start(bundle, request, kinds, chosen, pieces, on_round)
+        stream = self._start(bundle, request, kinds, chosen, pieces, on_round, listener)
         if self._log is not None:
             shown = label if isinstance(label, str) else type(label).__name__
             template = {
@@ -259,23 +268,31 @@ class Engine:
         controller: Controller,
         pieces: Sequence[int],
         on_round: Callable[[RoundRecord], None] | None,
+        listener: Listener | None,
     ) -> Stream:
         spec, params = self.manifest.target, request.params
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
-        sampler = Sampler(params, request.seed, request.prompt_ids, vocab_size=spec.vocab_size, stop_ids=stops)
-        room = self.max_context - len(request.prompt_ids)
-        most = min(params.max_new_tokens or room, room)
+        make_sampler = partial(
+            Sampler, params, request.seed, request.prompt_ids, vocab_size=spec.vocab_size, stop_ids=stops
+        )
+        sampler = make_sampler()
         slot = self._take_slot(bundle)
+        drafters = {kind: self._make_drafter(bundle, kind, slot.drafter, sampler) for kind in kinds}
+        if listener is not None:
+            own = make_sampler()
+            every = ("ngram", "dflash") if bundle.dflash is not None else ("ngram",)
+            heard = {kind: self._make_drafter(bundle, kind, self._draft_cache(bundle), own) for kind in every}
+            drafters["listener"] = listener(request, heard, own)
         decoding = Decoding(
             request=request,
             target=bundle.target,
             cache=slot.target,
-            drafters={kind: self._make_drafter(bundle, kind, slot, sampler) for kind in kinds},
+            drafters=drafters,
             controller=controller,
             sampler=sampler,
-            answer=Answer(request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=most),
+            answer=Answer(request, bundle.text.detokenizer(), stop_ids=stops, max_tokens=self.max_tokens(request)),
             statistics=StatisticsBuilder(request.id, len(request.prompt_ids), plain_pass(controller)),
-            on_round=self._observer(request, on_round),
+            on_round=on_round if self._log is None else self._log.observer(request, on_round),
         )
         lease = Lease(slot, self._free)
 
@@ -284,21 +301,6 @@ class Engine:
             controller.forget(request.id)
 
         return Stream(self._in_turn(decoding.chunks(pieces), lease), decoding, release, self._log)
-
-    def _observer(
-        self, request: Request, on_round: Callable[[RoundRecord], None] | None
-    ) -> Callable[[RoundRecord], None] | None:
-        """Who is told of a request's rounds: the log, and the caller."""
-        log = self._log
-        if log is None:
-            return on_round
-
-        def observe(record: RoundRecord) -> None:
-            log.round(request, record)
-            if on_round is not None:
-                on_round(record)
-
-        return observe
 
     def _in_turn(self, chunks: Iterator[Chunk], lease: Lease) -> Iterator[Chunk]:
         """One round at a time: the models' output buffers are shared."""
@@ -319,17 +321,26 @@ class Engine:
             return ["ngram", "dflash"]
         return [kind]
 
-    def _make_drafter(self, bundle: OpenBundle, kind: str, slot: Slot, sampler: Sampler) -> Drafter:
+    def max_tokens(self, request: Request) -> int:
+        """Most tokens that its answer can have."""
+        room = self.max_context - len(request.prompt_ids)
+        return min(request.params.max_new_tokens or room, room)
+
+    def _make_drafter(self, bundle: OpenBundle, kind: str, cache: KVCache | None, sampler: Sampler) -> Drafter:
         if kind == "ngram":
             return NgramDrafter()
         assert bundle.dflash is not None
-        assert slot.drafter is not None
+        assert cache is not None
         graph_chooses = sampler.params.is_greedy and not sampler.params.changes_logits
-        return DFlashDrafter(bundle.dflash, slot.drafter, None if graph_chooses else sampler.choose_drafts)
+        return DFlashDrafter(bundle.dflash, cache, None if graph_chooses else sampler.choose_drafts)
 
     def costs(self) -> CostTable:
         """What passes cost here, measured first where that was not done yet."""
         return self._controllers.costs()
+
+    def new_controller(self, name: str) -> Controller:
+        """One of this name, or of a policy file, that has learnt nothing yet. Raises PolicyError for an unknown one."""
+        return self._controllers.new(name)
 
     def calibrate(self, seconds: float) -> tuple[CostTable, str | None]:
         """Measure costs anew for about ``seconds`` and keep them for the next time this bundle is loaded.
@@ -343,8 +354,8 @@ class Engine:
         with self._turn:
             return calibrate(self._opened(), progress=self._progress, seconds=seconds)
 
-    def _log_common(self) -> dict[str, Any]:
-        """What the log says of this engine with every request."""
+    def describe(self) -> dict[str, Any]:
+        """Bundle, machine and exactness, as logs and traces say them."""
         return {
             "bundle": {
                 "name": self.manifest.name,
@@ -360,19 +371,18 @@ class Engine:
             slot = self._free.pop()
             slot.clear()
             return slot
-        # Behind the last token: room for the drafter's block, or for one row of padding.
-        capacity = self.max_context + self.manifest.drafter.block_size + 1
-        drafter = bundle.dflash.new_cache(capacity) if bundle.dflash is not None else None
-        return Slot(bundle.target.new_cache(capacity), drafter)
+        return Slot(bundle.target.new_cache(self._capacity), self._draft_cache(bundle))
+
+    def _draft_cache(self, bundle: OpenBundle) -> KVCache | None:
+        return bundle.dflash.new_cache(self._capacity) if bundle.dflash is not None else None
+
+    @property
+    def _capacity(self) -> int:
+        """Rows of a cache; behind the last token there is room for the drafter's block, or for one row of padding."""
+        return self.max_context + self.manifest.drafter.block_size + 1
 
 
 def _check_drafter(name: str) -> str:
     if name not in get_args(DrafterName):
         raise RequestError(f"unknown drafter '{name}'; expected {', '.join(get_args(DrafterName))}")
     return name
-
-
-def _pieces(length: int) -> list[int]:
-    """Row counts of the prefill passes."""
-    whole, rest = divmod(length, PREFILL_CHUNK)
-    return [PREFILL_CHUNK] * whole + ([rest] if rest else [])

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -71,6 +72,18 @@ class RoundLog:
             if self._with_text and part.request_id == request.id:
                 line["token_ids"] = request.output_ids[-part.num_committed :]
             self._write(line)
+
+    def observer(
+        self, request: Request, on_round: Callable[[RoundRecord], None] | None
+    ) -> Callable[[RoundRecord], None]:
+        """Logs a request's rounds, and tells the caller of them."""
+
+        def observe(record: RoundRecord) -> None:
+            self.round(request, record)
+            if on_round is not None:
+                on_round(record)
+
+        return observe
 
     def end(self, request: Request, text: str) -> None:
         """A request is over."""

@@ -135,9 +135,15 @@ class Sampler:
         return row
 
     def choose_drafts(
-        self, logits: Callable[[int, int], np.ndarray], count: int, vocabulary: np.ndarray, last_token: int
+        self,
+        logits: Callable[[int, int], np.ndarray],
+        count: int,
+        vocabulary: np.ndarray,
+        last_token: int,
+        go_on: Callable[[Sequence[float]], bool] | None = None,
     ) -> tuple[list[int], list[float]]:
-        """Draw a block's ``count`` tokens with the noise their positions will be verified with.
+        """Draw a block's tokens, ``count`` or as many as ``go_on`` asks for, with the noise that their positions will
+        be verified with.
 
         ``logits(draft, previous)``: float32 ``[draft vocabulary]`` of a draft, by number and the token before it;
         ``vocabulary``: their target ids. Returns tokens and each one's log-probability at the request's temperature.
@@ -147,6 +153,8 @@ class Sampler:
         full = np.full(self._vocab_size, -np.inf, np.float32)
         tokens, log_probs, token = list[int](), list[float](), last_token
         for draft in range(count):
+            if draft and go_on is not None and not go_on(log_probs):
+                break
             row = logits(draft, token)
             full[vocabulary] = row
             token = self.choose(full)
@@ -158,7 +166,9 @@ class Sampler:
 
 
 def _log_probability(logits: np.ndarray, logit: float, temperature: float) -> float:
-    """log-softmax of one logit at a temperature (1 for greedy requests), before truncation."""
+    """log-softmax of one logit at a temperature (1 for greedy requests), before truncation; to float32's precision, as
+    the graphs give it.
+    """
     scale = 1.0 if temperature < GREEDY_BELOW else temperature
     top = float(logits.max())
-    return (logit - top) / scale - float(np.log(np.exp((logits - top) / np.float32(scale)).sum()))
+    return float(np.float32((logit - top) / scale - float(np.log(np.exp((logits - top) / np.float32(scale)).sum()))))

@@ -22,7 +22,8 @@ from dflash_ort.progress import Progress, silent
 from dflash_ort.records import RoundRecord
 from dflash_ort.runtime import machine
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
-from dflash_ort.runtime.engine import PREFILL_CHUNK, Engine
+from dflash_ort.runtime.decoding import PREFILL_CHUNK
+from dflash_ort.runtime.engine import Engine
 from dflash_ort.runtime.exactness import least_exact_floor
 from dflash_ort.runtime.session import default_threads, runtime_version
 from dflash_ort.runtime.target import TargetModel

@@ -21,7 +21,7 @@ from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle
 from dflash_ort.runtime.cache import CacheLength, Slot
 from dflash_ort.runtime.decoding import Decoding
-from dflash_ort.runtime.drafters import Drafter, NoDrafter
+from dflash_ort.runtime.drafters import Drafter, GoOn, NoDrafter
 from dflash_ort.runtime.engine import Engine, Generation
 from dflash_ort.runtime.sampler import Sampler
 from dflash_ort.runtime.statistics import StatisticsBuilder
@@ -181,7 +181,7 @@ class OracleDrafter:
             assert hidden[:, 1].tolist() == list(token_ids)
         self.seen += token_ids
 
-    def draft(self, request: Request, limit: int) -> Draft:
+    def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
         assert self.seen == [*request.prompt_ids, *request.output_ids][:-1], (
             "the drafter was not told of what was committed"
         )

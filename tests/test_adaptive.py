@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from benchmarks import simulate
 from benchmarks.simulate import EASY, HARD, SCENARIOS, Scenario, clairvoyant, run
 from benchmarks.synthetic import FP32, INT8, Clock, Machine, Result, replay, write_text
-from dflash_ort.controller.adaptive import Adaptive, AdaptiveSettings, _best_lengths, _Progress
+from dflash_ort.controller.adaptive import Adaptive, _best_lengths
+from dflash_ort.controller.arms import Progress
 from dflash_ort.controller.cost import CostModel, CostTable
 from dflash_ort.controller.names import make_controller
+from dflash_ort.controller.policy import AdaptiveSettings, Policy
 from dflash_ort.controller.protocol import PLAIN, Controller, DraftOrder, RoundState
 from dflash_ort.records import Draft, RequestRound, RoundRecord
 
@@ -26,10 +28,8 @@ LOOKUP = Draft(1, 0, tuple(range(10)), match_length=4, kind="ngram")
 NO_LOOKUP = Draft(1, 0, kind="ngram")
 
 
-def state(
-    *, request: int = 1, context: int = 100, pending: int = 2, remaining: int = 99, draws: bool = False
-) -> RoundState:
-    return RoundState(request, context, pending, remaining, LIMITS, draws)
+def state(*, request: int = 1, context: int = 100, pending: int = 2, remaining: int = 99) -> RoundState:
+    return RoundState(request, context, pending, remaining, LIMITS)
 
 
 def block(probability: float, length: int = 5, *, request: int = 1) -> Draft:
@@ -71,7 +71,7 @@ def scaled(table: CostTable, factor: float) -> CostTable:
 
 
 def adaptive(table: CostTable = FP32, **settings: float) -> Adaptive:
-    return Adaptive(CostModel(table), settings=AdaptiveSettings(**settings))  # type: ignore[arg-type]
+    return Adaptive(CostModel(table), Policy(settings=AdaptiveSettings(**settings)))  # type: ignore[arg-type]
 
 
 class TestDecisions:
@@ -156,13 +156,21 @@ class TestDecisions:
             ]
             assert least <= sum(order.kind == "dflash" for order, _ in rounds) < most
 
-    def test_where_drawing_costs_no_more_is_drawn_than_might_be_used(self) -> None:
-        controller = adaptive()
+    def test_where_each_draft_costs_time_no_more_are_made_than_may_pay(self) -> None:
+        """A sure block is made to its end, a doubtful one no further than its rows are worth."""
+        controller = adaptive(table=replace(FP32, draft_step=5e-4))
         for _ in range(60):
-            one_round(controller, block(0.6), NO_LOOKUP, {"dflash": 1})
-        assert controller.choose(state(), NO_LOOKUP).limit == 5
-        reach = controller._requests[1].arms["dflash"].reach
-        assert controller.choose(state(draws=True), NO_LOOKUP).limit == min(5, int(reach) + 2)
+            one_round(controller, block(0.8), NO_LOOKUP, {"dflash": 3})
+        go_on = controller.choose(state(), NO_LOOKUP).go_on
+        assert go_on is not None
+        assert all(go_on([-0.01] * count) for count in range(1, 5))
+        assert not go_on([-4.0])
+        assert not go_on([-0.01, -4.0])
+        assert adaptive().choose(state(), NO_LOOKUP).go_on is None
+
+    def test_drafts_of_a_drafter_that_is_not_trusted_yet_are_few_where_each_costs_time(self) -> None:
+        order = adaptive(table=replace(FP32, draft_step=5e-4)).choose(state(), NO_LOOKUP)
+        assert (order.limit, order.go_on) == (AdaptiveSettings().cautious_length, None)
 
     def test_lambda_is_each_requests_own(self) -> None:
         """An easy text's token is worth less time, so the same block is verified less far there."""
@@ -248,7 +256,7 @@ def test_the_best_slots_are_those_a_search_of_all_finds(
     hazards: list[list[float]], rounds: list[tuple[float, float]], steps: list[float]
 ) -> None:
     """Weighted survival less the price of the rows, over every combination of lengths."""
-    live = [_Progress(tokens=10 * per_round, rounds=10.0, seconds=10 / rate) for per_round, rate in rounds]
+    live = [Progress(tokens=10 * per_round, rounds=10.0, seconds=10 / rate) for per_round, rate in rounds]
     live = live[: len(hazards)]
     curves = [list(itertools.accumulate(h, lambda a, b: a * b)) for h in hazards]
     passes: list[float] = np.cumsum([0.02, *steps]).tolist()

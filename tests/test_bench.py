@@ -133,6 +133,9 @@ class StubEngine:
             raise BundleError("the bundle has no DFlash drafter")
         return 3
 
+    def new_controller(self, name: str) -> Any:
+        return make_controller(name, GENERIC_COSTS)
+
     def costs(self) -> Any:
         return GENERIC_COSTS
 

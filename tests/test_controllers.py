@@ -14,11 +14,12 @@ import pytest
 
 from benchmarks.synthetic import FP32, INT8
 from dflash_ort.controller.acceptance import GENERIC_PRIORS, HazardModel
-from dflash_ort.controller.adaptive import Adaptive, AdaptiveSettings
+from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.baselines import HillClimb, Oracle, StepRatio, Threshold
 from dflash_ort.controller.cost import CostModel
 from dflash_ort.controller.fixed import FixedLength
 from dflash_ort.controller.names import make_controller
+from dflash_ort.controller.policy import GENERIC_POLICY
 from dflash_ort.controller.protocol import PLAIN, Controller, DraftOrder, RoundState
 from dflash_ort.errors import PolicyError
 from dflash_ort.records import Draft, RequestRound, RoundRecord
@@ -208,7 +209,7 @@ ESTIMATORS: list[tuple[type, tuple[Any, ...]]] = [
     (HillClimb, ()),
     (StepRatio, (CostModel(FP32),)),
     (Oracle, ()),
-    (Adaptive, (CostModel(FP32), GENERIC_PRIORS, AdaptiveSettings())),
+    (Adaptive, (CostModel(FP32), GENERIC_POLICY)),
     (CostModel, (FP32,)),
     (HazardModel, (GENERIC_PRIORS["dflash"],)),
 ]

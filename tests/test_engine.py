@@ -16,7 +16,7 @@ import pytest
 from dflash_ort.controller.names import GENERIC_COSTS, make_controller
 from dflash_ort.params import SamplingParams
 from dflash_ort.records import Draft, Request
-from dflash_ort.runtime.drafters import NoDrafter
+from dflash_ort.runtime.drafters import GoOn, NoDrafter
 from dflash_ort.runtime.engine import Engine
 from tests.fakes import (
     EOS,
@@ -209,7 +209,7 @@ def test_rejected_drafts_leave_no_trace_in_penalties() -> None:
     class WrongDrafter(NoDrafter):
         max_draft = 5
 
-        def draft(self, request: Request, limit: int) -> Draft:
+        def draft(self, request: Request, limit: int, go_on: GoOn | None = None) -> Draft:
             return Draft(request.id, request.last_token, (77,) * limit)
 
     params = SamplingParams(

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cli": {"models", "exporter", "runtime", "controller", "distill"},
 }
 THIRD_PARTIES = {
-    CORE: set(),
+    CORE: {"zstandard"},
     "models": set(),
     "controller": {"numpy", "sklearn"},
     "exporter": {"numpy", "onnx", "onnx_ir", "safetensors", "gguf", "ml_dtypes", "tokenizers"},

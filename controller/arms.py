@@ -1,0 +1,90 @@
+"""What the adaptive controller knows: of a drafter over all requests, of a drafter on one text, of one request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from dflash_ort.controller.protocol import RoundState
+
+RIGHT_BLOCKS = 16.0
+"""Blocks that stand for a drafter's being right, until its own have shown otherwise."""
+
+
+@dataclass(slots=True)
+class Population:
+    """What all requests taught of a drafter that costs time: what new ones start from."""
+
+    value: float
+    requests: float = 0.0
+    recoveries: float = 0.0
+    waited: float = 0.0
+    """Rounds without it after it was given up."""
+    slowness: float = 0.0
+    """Log of its seconds over the table's, load apart: settings such as temperature change it."""
+    drafts: float = 3.0
+    """Made of a block, lately."""
+
+
+@dataclass(slots=True)
+class Arm:
+    """What is known of a drafter that costs time, for one request."""
+
+    value: float
+    """Recent mean of ``max_n (sum S - lambda dt)``, tokens a block if the drafter is of use, over ``blocks``."""
+    blocks: float
+    seen: float
+    """Blocks in all since it was last tried again, by which its worth is certain."""
+    backoff: int
+    variance: float = 0.1
+    """Between blocks."""
+    surplus: float = 0.0
+    checked: float = RIGHT_BLOCKS
+    """Tokens accepted beyond expectation, and over how many blocks, those that stand for its being right included."""
+    expected: float = 0.0
+    """Tokens expected to be accepted of this round's block."""
+    retry_in: int = 0
+    """Rounds until it is tried again; 0 while it is in use."""
+    trying: bool = False
+    spent: float = 0.0
+    """Table seconds of the tries so far."""
+    revived: int = -1
+    """Rounds in use since a try brought it back; -1 once that is settled."""
+
+    def hope(self, optimism: float) -> float:
+        """Its worth, and what is not known of it in its favour."""
+        return self.corrected + optimism * math.sqrt(self.variance / self.seen)
+
+    @property
+    def corrected(self) -> float:
+        """Its worth, by what its verified blocks gave and not only by what they promised."""
+        return self.value + self.surplus / self.checked
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request's rate, and its drafters."""
+
+    tokens: float
+    rounds: float
+    seconds: float
+    arms: dict[str, Arm] = field(default_factory=dict)
+    elapsed: float = 0.0
+    """Table seconds of all rounds, where ``seconds`` are those of recent ones."""
+    verify_rounds: int = 0
+    state: RoundState | None = None
+    passes: list[float] = field(default_factory=list)
+    """Table seconds of passes of 1, 2, ... rows in this round's context."""
+
+    @property
+    def rate(self) -> float:
+        """lambda: tokens a table second."""
+        return self.tokens / self.seconds
+
+    def add(self, tokens: int, seconds: float, memory: float) -> None:
+        """One more round."""
+        keep = 1.0 - 1.0 / memory
+        self.tokens = keep * self.tokens + tokens
+        self.seconds = keep * self.seconds + seconds
+        self.elapsed += seconds
+        self.rounds = keep * self.rounds + 1.0

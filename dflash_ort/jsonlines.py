@@ -1,0 +1,160 @@
+"""Files of JSON lines, plain or compressed: read as a stream whatever is wrong with a line, appended to line by line.
+
+A name that ends in ``.gz`` or ``.zst`` is compressed. A ``.zst`` file is a row of frames, one for each line that was
+appended, so that a crash costs the last line as it does in a plain file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, cast
+
+from dflash_ort.errors import LogError
+
+_BLOCK = 1 << 20
+_LEVEL = 6
+"""Of zstandard: traces of numbers gain little from more."""
+
+
+class JsonLines:
+    """The objects of one file, in order. ``skipped`` counts lines so far that were none: cut off, or foreign."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Raises LogError for a file that cannot be read, naming it."""
+        self.skipped = 0
+        try:
+            with _open(self.path) as file:
+                for line in _whole_lines(file):
+                    value = _object(line)
+                    if value is not None:
+                        yield value
+                    elif line.strip():
+                        self.skipped += 1
+        except OSError as error:
+            raise LogError(f"'{self.path}' cannot be read: {error.strerror or error}") from error
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path))
+    if path.suffix != ".zst":
+        return path.open("rb")
+    reader: IO[bytes] = (
+        _zstandard().ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+    )
+    return reader
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines up to the end, or to where compressed data is damaged: what was read before it counts."""
+    rest = b""
+    while True:
+        try:
+            block = file.read(_BLOCK)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            block, rest = b"", rest or b"?"
+        except Exception as error:  # zstandard's own error, of a module that may not be there to be named
+            if type(error).__module__.partition(".")[0] != "zstandard":
+                raise
+            block, rest = b"", rest or b"?"
+        if not block:
+            break
+        lines = (rest + block).split(b"\n")
+        rest = lines.pop()
+        yield from lines
+    if rest:
+        yield rest
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise LogError("files that end in .zst need zstandard; install 'dflash-ort[tune]'") from None
+    return zstandard
+
+
+class JsonLinesWriter:
+    """Appends objects to a file, each whole and at once; what a crash left of a line is cut off first.
+
+    A name that ends in ``.gz`` is refused: such a file cannot be told to end after a line. Raises LogError, OSError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, compressed: bool | None = None) -> None:
+        self.path = Path(path)
+        if self.path.suffix == ".gz":
+            raise LogError(f"'{path}' cannot be appended to line by line; name it .jsonl or .jsonl.zst")
+        is_zst = self.path.suffix == ".zst" if compressed is None else compressed
+        self._compressor = _zstandard().ZstdCompressor(level=_LEVEL) if is_zst else None
+        self._file = io.FileIO(self.path, "r+" if self.path.exists() else "x+")
+        self._file.truncate(_whole_frames(self._file) if is_zst else _whole_bytes(self._file))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        """Append one line."""
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        content = memoryview(self._compressor.compress(line) if self._compressor else line)
+        while content:
+            content = content[self._file.write(content) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _whole_bytes(file: io.FileIO) -> int:
+    """Where the last whole line of a plain file ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _whole_frames(file: io.FileIO) -> int:
+    """Where the last whole frame of a compressed file ends."""
+    zstandard, whole = _zstandard(), 0
+    file.seek(0)
+    rest = b""
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    while block := rest or file.read(_BLOCK):
+        rest = b""
+        try:
+            frame.decompress(block)
+        except zstandard.ZstdError:
+            return whole
+        if frame.eof:
+            rest = frame.unused_data
+            whole = file.tell() - len(rest)
+            frame = zstandard.ZstdDecompressor().decompressobj()
+    return whole
