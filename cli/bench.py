@@ -86,7 +86,7 @@ def bench(bundles: tuple[str, ...], **options: Any) -> None:
     from dflash_ort.runtime.bench import BenchSettings, measure, parse_controllers
 
     entries = parse_controllers(options["controllers"])
-    prompts = _select(bench_prompts(options["prompts_file"]), options["suites"], options["per_suite"])
+    prompts = select_prompts(bench_prompts(options["prompts_file"]), options["suites"], options["per_suite"])
     names = ("max_new_tokens", "repeats", "temperature", "seed", "ignore_eos")
     settings = BenchSettings(
         **{name: options[name] for name in names}, template_arguments=template_arguments(options["template_arg"])
@@ -135,7 +135,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return [f"{i}-{name}" for i, name in enumerate(by_name, start=1)]
 
 
-def _select(prompts: Sequence[BenchPrompt], suites: str | None, per_suite: int | None) -> list[BenchPrompt]:
+def select_prompts(prompts: Sequence[BenchPrompt], suites: str | None, per_suite: int | None) -> list[BenchPrompt]:
     known = list(dict.fromkeys(prompt.suite for prompt in prompts))
     wanted = known if suites is None else [name.strip() for name in suites.split(",")]
     for name in wanted:

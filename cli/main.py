@@ -19,6 +19,8 @@ from dflash_ort.cli.doctor import doctor
 from dflash_ort.cli.export import export
 from dflash_ort.cli.inspect import inspect
 from dflash_ort.cli.process import end_on_signals, open_streams
+from dflash_ort.cli.record import record
+from dflash_ort.cli.replay import replay
 from dflash_ort.cli.run import run
 from dflash_ort.errors import DFlashError
 
@@ -49,7 +51,7 @@ def cli() -> None:
     """
 
 
-for command in (export, run, inspect, calibrate, bench, distill, doctor):
+for command in (export, run, inspect, calibrate, bench, record, replay, distill, doctor):
     cli.add_command(command)
 
 

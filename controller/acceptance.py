@@ -99,7 +99,7 @@ class HazardModel:
         self._offsets: dict[int, _Offset] = {}
         self._useless, self._texts = prior.useless, _PRIOR_TEXTS
 
-    def hazards(self, request_id: int, draft: Draft, count: int) -> list[float]:
+    def hazards(self, request_id: int, draft: Draft | RequestRound, count: int) -> list[float]:
         """``h(1..count)``."""
         offset = self._offsets.get(request_id)
         base = offset.mean if offset else 0.0

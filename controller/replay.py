@@ -68,6 +68,8 @@ class Outcome:
     verified: int = 0
     accepted: int = 0
     committed: int = 0
+    in_verify_rounds: int = 0
+    """Committed in rounds that verified a draft."""
     seconds: float = 0.0
 
     def add(self, other: Outcome) -> None:
@@ -77,6 +79,7 @@ class Outcome:
         self.verified += other.verified
         self.accepted += other.accepted
         self.committed += other.committed
+        self.in_verify_rounds += other.in_verify_rounds
         self.seconds += other.seconds
 
     def add_round(self, record: RoundRecord) -> None:
@@ -88,6 +91,7 @@ class Outcome:
         self.verified += part.num_verified
         self.accepted += part.num_accepted
         self.committed += part.num_committed
+        self.in_verify_rounds += part.num_committed if part.num_verified else 0
         self.seconds += record.seconds
 
 

@@ -41,13 +41,12 @@ def replay_stateless(
     whole = _Steps(*(np.concatenate([getattr(w, name) for w in walks]) for name in _Steps.__slots__))
     contexts = np.concatenate([text.prompt_tokens + np.arange(text.num_anchors) for text in texts])
     seconds = _Seconds(table, whole, contexts)
-    outcomes = [Outcome() for _ in texts]
     here = np.flatnonzero(sizes)
     at: Array = np.zeros(len(here), np.int64)
     injects = bool(kinds) and any(not text.proposals[kind].is_free for text in texts for kind in kinds)
     prompts = np.array([text.prompt_tokens for text in texts], np.int64)
     pending = _still_pending(prompts[here]) * injects
-    sums = np.zeros((7, len(texts)))
+    sums = np.zeros((8, len(texts)))
     while len(here):
         rows = starts[here] + at
         asked = whole.drafted[rows] > 0
@@ -61,6 +60,7 @@ def replay_stateless(
             verified,
             whole.accepted[rows],
             committed,
+            np.where(verified > 0, committed, 0),
             seconds(rows, drafting, pending),
         )
         pending = np.where(drafting, 0, pending) + (committed if injects else 0)
@@ -68,10 +68,13 @@ def replay_stateless(
         at = at + committed
         going = at < sizes[here]
         here, at, pending = here[going], at[going], pending[going]
-    for outcome, values in zip(outcomes, sums.T.tolist(), strict=True):
-        outcome.rounds, outcome.verify_rounds, outcome.drafted, outcome.verified = map(int, values[:4])
-        outcome.accepted, outcome.committed, outcome.seconds = int(values[4]), int(values[5]), values[6]
-    return outcomes
+    return [_outcome(values) for values in sums.T.tolist()]
+
+
+def _outcome(sums: Sequence[float]) -> Outcome:
+    """From sums in the order of its fields, of which the last are seconds."""
+    counts = [int(value) for value in sums[:-1]]
+    return Outcome(*counts, sums[-1])  # type: ignore[call-arg]  # as many as it has fields
 
 
 @dataclass(slots=True)

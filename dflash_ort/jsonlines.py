@@ -1,7 +1,7 @@
 """Files of JSON lines, plain or compressed: read as a stream whatever is wrong with a line, appended to line by line.
 
-A name that ends in ``.gz`` or ``.zst`` is compressed. A ``.zst`` file is a row of frames, one for each line that was
-appended, so that a crash costs the last line as it does in a plain file.
+A name that ends in ``.gz`` or ``.zst``, with ``.part`` behind it or without, is compressed. A ``.zst`` file is a row of
+frames, one for each line that was appended, so that a crash costs the last line as it does in a plain file.
 """
 
 from __future__ import annotations
@@ -54,14 +54,18 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
+    if _suffix(path) == ".gz":
         return cast("IO[bytes]", gzip.open(path))
-    if path.suffix != ".zst":
+    if _suffix(path) != ".zst":
         return path.open("rb")
     reader: IO[bytes] = (
         _zstandard().ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
     )
     return reader
+
+
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".part" else path).suffix
 
 
 def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -99,15 +103,20 @@ class JsonLinesWriter:
     A name that ends in ``.gz`` is refused: such a file cannot be told to end after a line. Raises LogError, OSError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, compressed: bool | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if self.path.suffix == ".gz":
+        if _suffix(self.path) == ".gz":
             raise LogError(f"'{path}' cannot be appended to line by line; name it .jsonl or .jsonl.zst")
-        is_zst = self.path.suffix == ".zst" if compressed is None else compressed
+        is_zst = _suffix(self.path) == ".zst"
         self._compressor = _zstandard().ZstdCompressor(level=_LEVEL) if is_zst else None
         self._file = io.FileIO(self.path, "r+" if self.path.exists() else "x+")
         self._file.truncate(_whole_frames(self._file) if is_zst else _whole_bytes(self._file))
         self._file.seek(0, os.SEEK_END)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
 
     def write(self, value: Mapping[str, Any]) -> None:
         """Append one line."""

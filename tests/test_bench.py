@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_ort.controller.names import GENERIC_COSTS
+from dflash_ort.controller.names import GENERIC_COSTS, make_controller
 from dflash_ort.errors import BundleError, PolicyError, RequestError
 from dflash_ort.models.texts import BenchPrompt, bench_prompts
 from dflash_ort.params import SamplingParams

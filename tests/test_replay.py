@@ -157,6 +157,6 @@ def test_recording_goes_on_where_it_stopped(engine: Engine, texts: list[TracedTe
 
 
 def test_outcomes_add_up() -> None:
-    one = Outcome(1, 1, 5, 3, 2, 3, 0.5)
-    one.add(Outcome(2, 1, 5, 3, 0, 2, 0.25))
-    assert one == Outcome(3, 2, 10, 6, 2, 5, 0.75)
+    one = Outcome(1, 1, 5, 3, 2, 3, 3, 0.5)
+    one.add(Outcome(2, 1, 5, 3, 0, 2, 1, 0.25))
+    assert one == Outcome(3, 2, 10, 6, 2, 5, 4, 0.75)
