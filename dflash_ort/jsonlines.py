@@ -12,9 +12,10 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self
 
 from dflash_ort.errors import LogError
 
@@ -34,13 +35,12 @@ class JsonLines:
         """Raises LogError for a file that cannot be read, naming it."""
         self.skipped = 0
         try:
-            with _open(self.path) as file:
-                for line in _whole_lines(file):
-                    value = _object(line)
-                    if value is not None:
-                        yield value
-                    elif line.strip():
-                        self.skipped += 1
+            for line in _whole_lines(self.path):
+                value = _object(line)
+                if value is not None:
+                    yield value
+                elif line.strip():
+                    self.skipped += 1
         except OSError as error:
             raise LogError(f"'{self.path}' cannot be read: {error.strerror or error}") from error
 
@@ -53,38 +53,58 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _open(path: Path) -> IO[bytes]:
-    if _suffix(path) == ".gz":
-        return cast("IO[bytes]", gzip.open(path))
-    if _suffix(path) != ".zst":
-        return path.open("rb")
-    reader: IO[bytes] = (
-        _zstandard().ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-    )
-    return reader
-
-
 def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".part" else path).suffix
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines up to the end, or to where compressed data is damaged: what was read before it counts."""
-    rest = b""
-    while True:
+def _blocks(path: Path) -> Iterator[bytes]:
+    """A file's content, decompressed. Raises EOFError where compressed data is damaged or ends too early."""
+    suffix = _suffix(path)
+    if suffix == ".zst":
+        with path.open("rb") as file:
+            for block, _ in _frames(file):
+                yield block
+        return
+    with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
         try:
-            block = file.read(_BLOCK)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            block, rest = b"", rest or b"?"
-        except Exception as error:  # zstandard's own error, of a module that may not be there to be named
-            if type(error).__module__.partition(".")[0] != "zstandard":
-                raise
-            block, rest = b"", rest or b"?"
-        if not block:
-            break
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
-        yield from lines
+            while block := file.read(_BLOCK):
+                yield block
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise EOFError from error
+
+
+def _frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Pieces of a row of frames, decompressed, each with where the last whole frame so far ends in the file.
+
+    Raises EOFError where a frame is damaged or is not there to its end.
+    """
+    zstandard, whole = _zstandard(), 0
+    rest, frame = b"", None
+    while block := rest or file.read(_BLOCK):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        try:
+            content = frame.decompress(block)
+        except zstandard.ZstdError as error:
+            raise EOFError from error
+        rest = b""
+        if frame.eof:
+            rest, frame = frame.unused_data, None
+            whole = file.tell() - len(rest)
+        yield content, whole
+    if frame is not None:
+        raise EOFError
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Lines up to the end, or to where compressed data is damaged, which counts as one more that is none."""
+    rest = b""
+    try:
+        for block in _blocks(path):
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop()
+            yield from lines
+    except EOFError:
+        rest = rest or b"damaged"
     if rest:
         yield rest
 
@@ -152,18 +172,9 @@ def _whole_bytes(file: io.FileIO) -> int:
 
 def _whole_frames(file: io.FileIO) -> int:
     """Where the last whole frame of a compressed file ends."""
-    zstandard, whole = _zstandard(), 0
+    whole = 0
     file.seek(0)
-    rest = b""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    while block := rest or file.read(_BLOCK):
-        rest = b""
-        try:
-            frame.decompress(block)
-        except zstandard.ZstdError:
-            return whole
-        if frame.eof:
-            rest = frame.unused_data
-            whole = file.tell() - len(rest)
-            frame = zstandard.ZstdDecompressor().decompressobj()
+    with suppress(EOFError):
+        for _, end in _frames(file):
+            whole = end
     return whole
