@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_ort.controller.cost import CostModel, CostTable
 from dflash_ort.controller.fixed import Stateless
 from dflash_ort.controller.protocol import Controller, DraftOrder, RoundState
-from dflash_ort.records import Draft, RequestRound, RoundRecord, VerifyPlan
+from dflash_ort.controller.replay import Seconds, Work, rounds
+from dflash_ort.controller.trace import Proposals, TracedText
+from dflash_ort.records import Draft, VerifyPlan
 
-BLOCK, LOOKUP, MOST_PENDING = 5, 10, 1024
+BLOCK, LOOKUP = 5, 10
 
 
 def _table(milliseconds: Sequence[float], draft: float) -> CostTable:
@@ -71,6 +73,21 @@ class Text:
 
     def __len__(self) -> int:
         return len(self.agreed)
+
+    def traced(self, kinds: Sequence[str]) -> TracedText:
+        """As a recording of it would be, behind a first token that prefill commits."""
+        none, length = np.zeros(len(self), np.int64), len(self)
+        left = np.arange(length, 0, -1)
+        looked_up = np.where(self.matches > 0, LOOKUP, 0)
+        lookup_agreed = np.minimum(np.minimum(self.lookup_agreed, looked_up), left)
+        no_logs, agreement = np.empty((length, 0)), np.zeros(length)
+        all_ = {
+            "ngram": Proposals(LOOKUP, True, looked_up, lookup_agreed, no_logs, self.matches, agreement),
+            "dflash": Proposals(
+                BLOCK, False, none + BLOCK, np.minimum(self.agreed, left), self.log_probs, none, agreement
+            ),
+        }
+        return TracedText("", "", self.prompt, length + 1, length + 1, False, {k: all_[k] for k in kinds}, 0)
 
 
 def _agreed(hazards: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -159,50 +176,25 @@ class Result:
 def replay(
     controller: Controller, text: Text, clock: Clock, request_id: int, kinds: Sequence[str], result: Result
 ) -> None:
-    """Walk a text; add to ``result``."""
-    at, pending = 0, min(text.prompt, MOST_PENDING)
-    while at < len(text):
-        room, context = len(text) - at - 1, text.prompt + at
-        limits = {kind: min(LOOKUP if kind == "ngram" else BLOCK, room) for kind in kinds}
-        if isinstance(controller, CurveOracle):
-            controller.see(text, at)
-        state = RoundState(request_id, context, pending, len(text) - at, limits)
-        lookup = _lookup(text, at, request_id, limits["ngram"]) if limits.get("ngram", 0) > 0 else None
-        order = controller.choose(state, lookup)
-        limit = min(order.limit, limits.get(order.kind, 0))
-        draft, agreed = Draft(request_id, 0), 0
-        if limit > 0 and order.kind == "ngram" and lookup is not None:
-            draft, agreed = replace(lookup, token_ids=lookup.token_ids[:limit]), int(text.lookup_agreed[at])
-        elif limit > 0:
-            logs = tuple(text.log_probs[at, :limit].tolist())
-            draft, agreed = Draft(request_id, 0, (0,) * limit, logs, kind="dflash"), int(text.agreed[at])
-        plan = controller.plan([draft])
-        verified = plan.lengths[request_id]
-        accepted = min(agreed, verified)
-        load, asked = float(text.load[at]), draft.kind == "dflash"
-        draft_s = clock.draft(context, pending) * load if asked else 0.0
-        verify_s, other_s = clock.verify(verified + 1, context) * load, clock.other * load
-        result.tokens += accepted + 1
+    """Walk a text; add to ``result``. True seconds are counted, what the controller sees is a clock's reading."""
+
+    def take(work: Work) -> Seconds:
+        load = float(text.load[work.anchor])
+        draft_s = clock.draft(work.context, work.pending) * load if work.drafts else 0.0
+        verify_s, other_s = clock.verify(work.rows, work.context) * load, clock.other * load
         result.seconds += draft_s + verify_s + other_s
+        return clock.reading(draft_s), clock.reading(verify_s), 0.0, other_s
+
+    if isinstance(controller, CurveOracle):
+        controller.see(text)
+    for record in rounds(controller, text.traced(kinds), kinds, take, request_id):
+        part = record.requests[0]
+        result.tokens += part.num_committed
         result.rounds += 1
-        result.asked += asked
-        if plan.predicted_committed is not None:
-            result.predicted += plan.predicted_committed
-            result.realised += accepted + 1
-        part = RequestRound(
-            request_id, len(draft.token_ids), verified, accepted, accepted + 1, context, draft.log_probs,
-            draft.match_length, draft.kind,
-        )  # fmt: skip
-        draft_s, verify_s = clock.reading(draft_s), clock.reading(verify_s)
-        controller.observe(RoundRecord(result.rounds, (part,), draft_s, verify_s, 0.0, other_s, verified + 1, pending))
-        pending = accepted + 1 + (0 if asked else pending)
-        at += accepted + 1
-    controller.forget(request_id)
-
-
-def _lookup(text: Text, at: int, request_id: int, limit: int) -> Draft:
-    match = int(text.matches[at])
-    return Draft(request_id, 0, (0,) * limit if match else (), match_length=match, kind="ngram")
+        result.asked += part.kind == "dflash"
+        if record.predicted_committed is not None:
+            result.predicted += record.predicted_committed
+            result.realised += part.num_committed
 
 
 class CurveOracle(Stateless):
@@ -214,15 +206,15 @@ class CurveOracle(Stateless):
         self._text: Text | None = None
         self._at = 0
 
-    def see(self, text: Text, at: int) -> None:
-        """Where the replay is."""
-        if text is not self._text:
-            self._text, self._policies = text, {}
-        self._at = at
+    def see(self, text: Text) -> None:
+        """The text that is replayed next."""
+        self._text, self._policies = text, {}
 
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
         assert self._text is not None
-        text, regime = self._text, int(self._text.regimes[self._at])
+        text = self._text
+        self._at = state.context_length - text.prompt
+        regime = int(text.regimes[self._at])
         if regime not in self._policies:
             self._policies[regime] = self._solve(text, regime)
         self._rate, worth = self._policies[regime]
