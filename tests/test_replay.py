@@ -14,6 +14,7 @@ import pytest
 
 from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.cost import CostModel
+from dflash_ort.controller.judge import kinds_for
 from dflash_ort.controller.names import GENERIC_COSTS, make_controller
 from dflash_ort.controller.replay import Outcome, Seconds, TableClock, Work, replay, rounds
 from dflash_ort.controller.replay_fast import clairvoyant_seconds, replay_stateless
@@ -31,6 +32,7 @@ PROMPTS = [
         [("abcabcabcabc", 0.0), ("the the the", 0.8), ("xyz" * 30, 0.0), ("Q: 1 2 3 4 5 6", 1.2)]
     )
 ]
+CLOCK = TableClock(GENERIC_COSTS)
 CLOCKLESS = ("off", "fixed:1", "fixed:3", "fixed:max", "threshold:0.01", "threshold:0.5", "adaptive:frozen")
 
 
@@ -58,6 +60,17 @@ def real(engine: Engine, controller: Any, drafter: Any = "auto") -> list[list[Ro
     return runs
 
 
+def fed_back(run: list[RoundRecord]) -> Callable[[Work], Seconds]:
+    """A clock that shows what a run's did."""
+    logged = iter(run)
+
+    def clock(work: Work) -> Seconds:
+        r = next(logged)
+        return r.draft_s, r.verify_s, r.sample_s, r.other_s
+
+    return clock
+
+
 def counts(records: list[RoundRecord]) -> list[Any]:
     """All of rounds but their seconds and the request's number."""
     return [(replace(r.requests[0], request_id=0), r.total_rows, r.pending_rows) for r in records]
@@ -68,9 +81,9 @@ def test_a_replay_has_the_rounds_of_the_real_run(name: str, engine: Engine, text
     """Every field of every round: counts, evidence, context, pending rows."""
     kinds = ["ngram", "dflash"] if name.startswith("adaptive") else ["dflash"] if name != "off" else []
     runs = real(engine, make_controller(name, GENERIC_COSTS), "none" if name == "off" else "auto")
-    controller, clock = make_controller(name, GENERIC_COSTS), TableClock(GENERIC_COSTS)
+    controller = make_controller(name, GENERIC_COSTS)
     for i, (run, text) in enumerate(zip(runs, texts, strict=True)):
-        assert counts(list(rounds(controller, text, kinds, clock, i))) == counts(run), text.id
+        assert counts(list(rounds(controller, text, kinds, CLOCK, i))) == counts(run), text.id
 
 
 def test_lookups_are_replayed_too(engine: Engine, texts: list[TracedText]) -> None:
@@ -78,7 +91,7 @@ def test_lookups_are_replayed_too(engine: Engine, texts: list[TracedText]) -> No
     assert any(r.requests[0].num_accepted for r in chain(*runs))
     for i, (run, text) in enumerate(zip(runs, texts, strict=True)):
         controller = make_controller("fixed:4", GENERIC_COSTS)
-        assert counts(list(rounds(controller, text, ["ngram"], TableClock(GENERIC_COSTS), i))) == counts(run)
+        assert counts(list(rounds(controller, text, ["ngram"], CLOCK, i))) == counts(run)
 
 
 def test_a_run_whose_seconds_are_fed_back_is_repeated_exactly(engine: Engine, texts: list[TracedText]) -> None:
@@ -86,13 +99,7 @@ def test_a_run_whose_seconds_are_fed_back_is_repeated_exactly(engine: Engine, te
     runs = real(engine, Adaptive(CostModel(GENERIC_COSTS)))
     controller = Adaptive(CostModel(GENERIC_COSTS))
     for i, (run, text) in enumerate(zip(runs, texts, strict=True)):
-        logged = iter(run)
-
-        def clock(work: Work, logged: Any = logged) -> Seconds:
-            r = next(logged)
-            return r.draft_s, r.verify_s, r.sample_s, r.other_s
-
-        again = list(rounds(controller, text, ["ngram", "dflash"], clock, i))
+        again = list(rounds(controller, text, ["ngram", "dflash"], fed_back(run), i))
         assert counts(again) == counts(run)
         assert [r.predicted_committed for r in again] == [r.predicted_committed for r in run]
 
@@ -119,7 +126,7 @@ def test_nobody_is_faster_than_who_knows_what_will_be_accepted(texts: list[Trace
     for name in names:
         for kinds in (["dflash"], ["ngram", "dflash"]):
             controller = make_controller(name, GENERIC_COSTS)
-            outcomes = [replay(controller, t, kinds, TableClock(GENERIC_COSTS), i) for i, t in enumerate(texts)]
+            outcomes = [replay(controller, t, kinds, CLOCK, i) for i, t in enumerate(texts)]
             best = np.minimum(best, [o.seconds for o in outcomes])
     assert (least <= best * 1.001).all()
     assert (least > 0.2 * best).all()
@@ -160,3 +167,20 @@ def test_outcomes_add_up() -> None:
     one = Outcome(1, 1, 5, 3, 2, 3, 3, 0.5)
     one.add(Outcome(2, 1, 5, 3, 0, 2, 1, 0.25))
     assert one == Outcome(3, 2, 10, 6, 2, 5, 4, 0.75)
+
+
+@pytest.mark.pair
+def test_replays_of_the_default_pair_have_its_rounds(default_bundle: Callable[[str], Path]) -> None:
+    """Here drafts are accepted, texts end by themselves, and some are sampled."""
+    with Engine.load(default_bundle("int8"), threads=2, calibrate=False) as engine:
+        texts = [recorded.traced for recorded in record(engine, PROMPTS, BenchSettings(max_new_tokens=48, seed=5), {})]
+        accepted = 0
+        for name in ("fixed:3", "fixed:max", "adaptive:frozen", "adaptive"):
+            runs = real(engine, make_controller(name, GENERIC_COSTS))
+            controller = make_controller(name, GENERIC_COSTS)
+            kinds = kinds_for(controller, "auto", texts)
+            for i, (run, text) in enumerate(zip(runs, texts, strict=True)):
+                again = list(rounds(controller, text, kinds, fed_back(run) if name == "adaptive" else CLOCK, i))
+                assert counts(again) == counts(run), (name, text.id)
+                accepted += sum(r.requests[0].num_accepted for r in run if r.requests[0].kind == "dflash")
+        assert accepted > 20
