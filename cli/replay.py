@@ -40,6 +40,13 @@ REPORT_VERSION = 1
     help="What passes cost, as `calibrate --json` prints it on the machine in question.  [default: the trace's own]",
 )
 @click.option(
+    "--log",
+    "logs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A round log of the trace's own texts: its runs are repeated with its own seconds, and compared.",
+)
+@click.option(
     "--json",
     "json_file",
     is_flag=False,
@@ -60,6 +67,7 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
     from dflash_ort.controller.policy import GENERIC_POLICY
     from dflash_ort.controller.replay_fast import clairvoyant_seconds
     from dflash_ort.runtime.policies import check_controller, named_controller
+    from dflash_ort.runtime.repeat import repeat
     from dflash_ort.runtime.traces import read_sources
 
     labels = policies or DEFAULT_POLICIES
@@ -76,7 +84,7 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
         if not texts:
             suites = ", ".join(sorted({text.suite for text in sources.texts}))
             raise click.ClickException(f"no text is left to replay; the suites are {suites or 'none'}")
-        table = _costs(options["costs_file"], sources.costs)
+        table = costs_option(options["costs_file"], sources.costs)
         outcomes = {}
         for number, label in enumerate(labels):
             progress(f"replaying {label}", number / len(labels))
@@ -84,6 +92,10 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
             controller = named_controller(name, table)
             outcomes[label] = judge(controller, kinds_for(controller, drafter or "auto", texts), texts, table)
         result = report(texts, outcomes, table, clairvoyant_seconds(texts, table).tolist())
+        if options["logs"]:
+            logged = read_sources(options["logs"], GENERIC_POLICY.priors)
+            sources.skipped.update(logged.skipped)
+            result["logged"] = [asdict(run) for run in repeat(logged.logged, texts, table)]
     for path, count in sources.skipped.items():
         warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
     if not sources.exact:
@@ -105,7 +117,8 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
     _show(whole)
 
 
-def _costs(path: Path | None, recorded: CostTable | None) -> CostTable:
+def costs_option(path: Path | None, recorded: CostTable | None) -> CostTable:
+    """The table of a --costs file, else the recorded one, else a generic one with a warning."""
     from dflash_ort.controller.cost import CostTable
     from dflash_ort.controller.names import GENERIC_COSTS
 
@@ -147,6 +160,12 @@ def _show(whole: Mapping[str, Any]) -> None:
     bound = whole["clairvoyant"]
     table.add_row("bound", "", "", "", f"{bound['tokens_per_second']:,.1f}", f"{bound['speedup']:.3f}", "")
     console.print(table)
+    for run in whole.get("logged", ()):
+        complain(
+            f"logged {run['controller']}, {run['requests']} requests: {run['logged_rounds']:,} rounds, repeated "
+            f"{'exactly' if run['same'] else 'otherwise, ' + format(run['rounds'], ',')}; "
+            f"{run['logged_seconds']:.2f} s, modelled {run['modelled_seconds']:.2f} s"
+        )
     suites = list(whole["policies"][0]["suites"])
     if len(suites) > 1:
         console.print(_by_suite(whole["policies"], suites, whole["best_fixed_by_suite"]["policies"]))

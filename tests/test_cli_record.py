@@ -168,6 +168,24 @@ class TestReplay:
         assert report["texts"] == 2
         assert report["policies"][0]["committed"] == 48
 
+    def test_a_log_of_the_same_texts_is_repeated_exactly(self, home: Home, trace: Path, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        run = ("run", PROMPTS[2]["turns"][0], "--max-new-tokens", 24, "--ignore-eos", "--seed", 7, "--threads", 1)
+        for controller in ("fixed:2", "adaptive", "off"):
+            assert call(*run, "--no-calibrate", "--log", log, "--controller", controller).code == 0
+        done = call("replay", trace, "--policy", "off", "--log", log, "--json", "-")
+        runs = json_of(done)["logged"]
+        assert [run["controller"] for run in runs] == ["fixed:2", "adaptive", "off"]
+        for run in runs:
+            assert run["same"], run
+            assert run["rounds"] == run["logged_rounds"]
+            assert run["committed"] == run["logged_committed"] == 23
+            assert run["logged_seconds"] > 0.0
+            assert run["modelled_seconds"] > 0.0
+        assert "repeated exactly" in call("replay", trace, "--log", log).err
+        (tmp_path / "other.jsonl").write_text(log.read_text().replace('"seed":7', '"seed":8'))
+        assert "no request of the log" in call("replay", trace, "--log", tmp_path / "other.jsonl").error
+
     def test_tables_are_for_people(self, trace: Path) -> None:
         shown = call("replay", trace)
         assert shown.code == 0
