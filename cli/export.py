@@ -9,7 +9,7 @@ import click
 
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.process import one_interrupt
-from dflash_ort.models.manifest import Manifest
+from dflash_ort.models.manifest import POLICY, Manifest
 from dflash_ort.models.paths import default_bundle
 from dflash_ort.models.presets import PRESETS, drafter_dir, fetch_target
 
@@ -110,10 +110,12 @@ def _export(
         target = fetch_target(known, progress=progress)
         drafter = str(drafter_dir(known)) if drafter is None else drafter
     progress("reading the checkpoint")
+    policy = None if drafter is None else Path(drafter) / POLICY
     options = ExportOptions(
         precision=arguments["precision"],
         draft_precision=arguments["draft_precision"],
         max_context=arguments["max_context"],
+        policy=policy if policy is not None and policy.is_file() else None,
         name=name,
         arguments=arguments,
     )

@@ -36,6 +36,7 @@ from dflash_ort.models.manifest import (
     DRAFT_HEAD_GRAPH,
     DRAFTER_GRAPH,
     MANIFEST,
+    POLICY,
     TARGET_GRAPH,
     TOKENIZER,
     Manifest,
@@ -65,6 +66,8 @@ class ExportOptions:
     """Write the target's batched form (see `target_graph`): for making training data, no engine runs it."""
     taps: tuple[int, ...] = ()
     """Layers to tap, where there is no model drafter to name them."""
+    policy: Path | None = None
+    """A policy file to lay into the bundle."""
     name: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own arguments, for the provenance."""
@@ -220,6 +223,8 @@ def _write(
         },
     )
     (bundle / MANIFEST).write_text(manifest.to_json(), "utf-8")
+    if options.policy is not None:
+        shutil.copyfile(options.policy, bundle / POLICY)
     return manifest
 
 

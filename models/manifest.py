@@ -27,6 +27,8 @@ DRAFT_HEAD_GRAPH = "draft_head.onnx"
 """Of a drafter with a Markov head."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+POLICY = "policy.json"
+"""What the adaptive controller starts from; no part of the bundle's identity, so that it can be tuned and replaced."""
 
 T = TypeVar("T")
 

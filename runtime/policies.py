@@ -11,9 +11,7 @@ from dflash_ort.controller.names import check_name, make_controller, needs_costs
 from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import PolicyError
-
-POLICY_FILE = "policy.json"
-"""In a bundle's directory: what its adaptive controller starts from, where there is one."""
+from dflash_ort.models.manifest import POLICY
 
 
 def load_policy(path: Path) -> Policy:
@@ -29,7 +27,7 @@ def load_policy(path: Path) -> Policy:
 
 def bundle_policy(directory: Path) -> Policy:
     """The policy that lies in a bundle, else the generic one. Raises PolicyError for one that is not usable."""
-    path = directory / POLICY_FILE
+    path = directory / POLICY
     return load_policy(path) if path.is_file() else GENERIC_POLICY
 
 
