@@ -136,6 +136,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], suites: str | None, per_suite: int | None) -> list[BenchPrompt]:
+    """The first so many prompts of each of these suites. Raises click.BadParameter for a suite that there is not."""
     known = list(dict.fromkeys(prompt.suite for prompt in prompts))
     wanted = known if suites is None else [name.strip() for name in suites.split(",")]
     for name in wanted:

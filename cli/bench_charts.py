@@ -15,7 +15,7 @@ _MOST_TRACES = 8
 _KINDS = {"dflash": 0, "ngram": 1}
 
 
-def _figure(title: str, chart: str, note: str = "") -> str:
+def figure(title: str, chart: str, note: str = "") -> str:
     caption = tag("figcaption", escape(title))
     return tag("figure", caption + chart + (tag("p", escape(note), class_="note") if note else ""))
 
@@ -56,7 +56,7 @@ def speedups(report: Report, bundle: str) -> str:
         shown = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
         plot.dot(row["speedup"], at, index, f"{row['suite']}, {row['controller']}: {row['speedup']:.3f}x{shown}")
     chart = legend([(name, i) for i, name in enumerate(names)]) + plot.svg(f"Speed-up by suite, {bundle}")
-    return _figure(f"Speed-up by suite, {bundle}", chart)
+    return figure(f"Speed-up by suite, {bundle}", chart)
 
 
 def survivals(report: Report, bundle: str) -> list[str]:
@@ -77,7 +77,7 @@ def survivals(report: Report, bundle: str) -> list[str]:
         sources = " and ".join(sorted({curve["source"] for curve in mine}))
         chart = keys + plot.svg(f"Survival of {kind} drafts by suite, {bundle}")
         note = f"From the rounds of {sources}; positions that at least five rounds reached."
-        figures.append(_figure(f"Survival of {kind} drafts, {bundle}", chart, note))
+        figures.append(figure(f"Survival of {kind} drafts, {bundle}", chart, note))
     return figures
 
 
@@ -102,7 +102,7 @@ def staircase(bundle: Mapping[str, Any]) -> str:
         plot.line([(1.0, draft), (float(max(rows)), draft)], index, f"{name}, ms", dashed=True)
         keys.append((name, index))
     label = bundle["bundle"]
-    return _figure(
+    return figure(
         f"Cost staircase: what a pass takes here, {label}", legend(keys) + plot.svg(f"Cost of a pass by rows, {label}")
     )
 
@@ -139,7 +139,7 @@ def _trace(title: str, trace: Mapping[str, Sequence[Any]]) -> str:
             plot.bar(at, committed, 0.0, verified, "tried", index, told)
             plot.bar(at, committed, 0.0, min(accepted, verified), "taken", index, told)
         at += committed
-    return _figure(title, plot.svg(f"Verify length over the answer to {title}"))
+    return figure(title, plot.svg(f"Verify length over the answer to {title}"))
 
 
 def lengths_legend() -> str:

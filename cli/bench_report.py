@@ -14,7 +14,7 @@ from dflash_ort.cli.svg import tag
 
 Report = Mapping[str, Any]
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --bg: #f6f7f9; --card: #ffffff; --fg: #1b2430; --muted: #5d6978; --line: #dfe3e8;
   --band: #f1f3f6; --good: #1a7f4b; --bad: #c0322b; --open: #a06a00;
   --c0: #2563c9; --c1: #e07b1a; --c2: #1f9463; --c3: #c23b8f; --c4: #7a52d1; --c5: #a3861a; --c6: #1597ad;
@@ -69,27 +69,27 @@ def page(report: Report) -> str:
     labels = [bundle["bundle"] for bundle in report["bundles"]]
     several = len(labels) > 1
     body = [_head(report), *(_tiles(report, label, several) for label in labels)]
-    body += [_section("Verdict", _gates(report, several))]
+    body += [section("Verdict", _gates(report, several))]
     for label in labels:
-        body.append(_section(f"Summary, {label}" if several else "Summary", _table(report, label)))
-    body.append(_section("Speed-up by suite", "".join(filter(None, (charts.speedups(report, b) for b in labels)))))
+        body.append(section(f"Summary, {label}" if several else "Summary", _table(report, label)))
+    body.append(section("Speed-up by suite", "".join(filter(None, (charts.speedups(report, b) for b in labels)))))
     figures = [figure for label in labels for figure in charts.survivals(report, label)]
     figures += [chart for bundle in report["bundles"] if (chart := charts.staircase(bundle))]
-    body.append(_section("Drafts and costs", _grid(figures)))
+    body.append(section("Drafts and costs", grid(figures)))
     traces = [figure for label in labels for figure in charts.lengths(report, label)]
-    body.append(_section("Length chosen over time", _lengths(report, traces)))
-    body.append(_section("How it was measured", _settings(report)))
+    body.append(section("Length chosen over time", _lengths(report, traces)))
+    body.append(section("How it was measured", _settings(report)))
     title = tag("title", f"dflash-ort bench: {escape(', '.join(labels))}")
     meta = '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
-    head = tag("head", meta + title + tag("style", _STYLE))
+    head = tag("head", meta + title + tag("style", STYLE))
     return "<!DOCTYPE html>\n" + tag("html", head + tag("body", tag("main", "\n".join(body))), lang="en") + "\n"
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
     return tag("section", tag("h2", escape(title)) + content) if content else ""
 
 
-def _grid(figures: Sequence[str]) -> str:
+def grid(figures: Sequence[str]) -> str:
     return tag("div", "".join(figures), class_="grid2") if figures else ""
 
 
@@ -166,7 +166,7 @@ def _lengths(report: Report, traces: Sequence[str]) -> str:
         "Each bar is a round: as wide as the tokens it committed, as high as the drafts it verified, solid as far as "
         "they were accepted. Gaps are plain rounds."
     )
-    return charts.lengths_legend() + _grid(traces) + tag("p", note, class_="note")
+    return charts.lengths_legend() + grid(traces) + tag("p", note, class_="note")
 
 
 def _settings(report: Report) -> str:

@@ -22,6 +22,7 @@ from dflash_ort.cli.process import end_on_signals, open_streams
 from dflash_ort.cli.record import record
 from dflash_ort.cli.replay import replay
 from dflash_ort.cli.run import run
+from dflash_ort.cli.tune import tune
 from dflash_ort.errors import DFlashError
 
 INTERRUPTED = 130
@@ -51,7 +52,7 @@ def cli() -> None:
     """
 
 
-for command in (export, run, inspect, calibrate, bench, record, replay, distill, doctor):
+for command in (export, run, inspect, calibrate, bench, record, replay, tune, distill, doctor):
     cli.add_command(command)
 
 
