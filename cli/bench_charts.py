@@ -16,6 +16,7 @@ _KINDS = {"dflash": 0, "ngram": 1}
 
 
 def figure(title: str, chart: str, note: str = "") -> str:
+    """A chart with what it shows above it, and a note below."""
     caption = tag("figcaption", escape(title))
     return tag("figure", caption + chart + (tag("p", escape(note), class_="note") if note else ""))
 

@@ -86,10 +86,12 @@ def page(report: Report) -> str:
 
 
 def section(title: str, content: str) -> str:
+    """A part of the page; nothing where it would be empty."""
     return tag("section", tag("h2", escape(title)) + content) if content else ""
 
 
 def grid(figures: Sequence[str]) -> str:
+    """Figures in two columns."""
     return tag("div", "".join(figures), class_="grid2") if figures else ""
 
 

@@ -98,6 +98,8 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
             result["logged"] = [asdict(run) for run in repeat(logged.logged, texts, table)]
     for path, count in sources.skipped.items():
         warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
+    if sources.left_out:
+        warn(f"{sources.left_out:,} requests are left out, an even share of all: more than memory should hold")
     if not sources.exact:
         warn("logs know only the anchors that were visited: what follows is an estimate")
     whole = {
@@ -106,6 +108,7 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
         "texts": len(texts),
         "anchors": sum(text.num_anchors for text in texts),
         "skipped": sources.skipped,
+        "left_out": sources.left_out,
         "costs": asdict(table),
         **result,
     }

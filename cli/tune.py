@@ -147,15 +147,16 @@ class Material:
 def read_material(files: Sequence[Path], policy: Policy, progress: ProgressBar, *, logs_only: bool = False) -> Material:
     """Read traces and logs; a request that is logged twice counts once. Raises LogError, ClickException."""
     from dflash_ort.controller.tuning import Answer
-    from dflash_ort.runtime.traces import Sources, read_sources
+    from dflash_ort.runtime.traces import MOST_ROUNDS, Sources, read_sources
 
     material, logged = Material(Sources()), dict[str, Answer]()
     whole = material.sources
     for path in files:
         progress(f"reading {path.name}")
-        part = read_sources([path], policy.priors)
+        part = read_sources([path], policy.priors, most=MOST_ROUNDS // len(files))
         whole.headers.extend(part.headers)
         whole.logged.extend(part.logged)
+        whole.left_out += part.left_out
         whole.skipped.update(part.skipped)
         requests = {request.id: request for request in part.logged if request.rounds}
         for text in part.texts:
@@ -193,6 +194,8 @@ def _described(path: Path, part: Sources) -> dict[str, Any]:
 def _warn_of(material: Material) -> None:
     for path, count in material.sources.skipped.items():
         warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
+    if material.sources.left_out:
+        warn(f"{material.sources.left_out:,} requests are left out, an even share: more than memory should hold")
     if material.passed_over:
         warn(f"--from-logs: {material.passed_over} texts of traces are passed over")
     if material.whence != "traces":
@@ -264,6 +267,7 @@ def _results(
         "better": is_better(ratio["ratio"], ratio["interval"]),
         **notes,
         "skipped": material.sources.skipped,
+        "left_out": material.sources.left_out,
         "families": [_family(one) for one in families],
         "search": {
             "trials": found.trials,

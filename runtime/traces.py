@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dflash_ort.controller.acceptance import HazardPrior
 from dflash_ort.controller.cost import CostTable
@@ -14,6 +16,10 @@ from dflash_ort.controller.trace import TRACE_VERSION, TracedText
 from dflash_ort.errors import LogError
 from dflash_ort.jsonlines import JsonLines
 from dflash_ort.logs import LoggedRequest, LogReader
+
+T = TypeVar("T")
+MOST_ROUNDS = 1_000_000
+"""Kept of logs, and as many anchors of traces: some 0.9 GB of either."""
 
 
 @dataclass(slots=True)
@@ -27,6 +33,8 @@ class Sources:
     headers: list[Mapping[str, Any]] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
     exact: bool = True
+    left_out: int = 0
+    """Requests that were read and not kept, since memory has an end."""
 
     @property
     def costs(self) -> CostTable | None:
@@ -39,31 +47,54 @@ class Sources:
         return None
 
 
-def read_sources(paths: Sequence[Path], priors: Mapping[str, HazardPrior]) -> Sources:
+def read_sources(paths: Sequence[Path], priors: Mapping[str, HazardPrior], *, most: int = MOST_ROUNDS) -> Sources:
     """Texts of traces and logs, which may be compressed. A log's texts are estimates, made with ``priors``.
 
-    Raises LogError for a file that cannot be read or holds neither, naming it.
+    Files are read as streams, and no more than ``most`` rounds of logs and anchors of traces are kept, as whole
+    requests: an even sample of all, the same each time. Raises LogError for a file that cannot be read or holds
+    neither, naming it.
     """
     sources = Sources()
+    texts, logged = _Sample[TracedText](most), _Sample[LoggedRequest](most)
     for path in paths:
-        lines = JsonLines(path)
-        reader = LogReader()
-        before = len(sources.texts), len(sources.logged), len(sources.headers)
-        foreign = 0
-        for request in reader.requests(_rest(lines, sources)):
-            sources.logged.append(request)
-            if request.rounds:
-                sources.texts.append(_estimate(request, priors))
-                sources.exact = False
-        foreign = reader.foreign
-        if before == (len(sources.texts), len(sources.logged), len(sources.headers)):
+        lines, reader = JsonLines(path), LogReader()
+        before = texts.seen, logged.seen, len(sources.headers)
+        for request in reader.requests(_rest(lines, sources, texts)):
+            logged.add(request.id, len(request.rounds), request)
+        if before == (texts.seen, logged.seen, len(sources.headers)):
             raise LogError(f"'{path}' holds neither a trace nor a round log of a version that this program reads")
-        if lines.skipped + foreign:
-            sources.skipped[str(path)] = lines.skipped + foreign
+        if lines.skipped + reader.foreign:
+            sources.skipped[str(path)] = lines.skipped + reader.foreign
+    sources.logged = logged.values()
+    estimates = [_estimate(request, priors) for request in sources.logged if request.rounds]
+    sources.exact = not estimates
+    sources.texts = texts.values() + estimates
+    sources.left_out = texts.left_out + logged.left_out
     return sources
 
 
-def _rest(lines: JsonLines, sources: Sources) -> Iterator[dict[str, Any]]:
+class _Sample(Generic[T]):
+    """As many values as fit a total size, those whose keys have the smallest hashes; in the order they came in."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._total = most, 0
+        self._heap: list[tuple[int, int, int, T]] = []
+        self.seen = self.left_out = 0
+
+    def add(self, key: str, size: int, value: T) -> None:
+        digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+        heappush(self._heap, (-digest, self.seen, size, value))
+        self.seen += 1
+        self._total += size
+        while self._total > self._most and len(self._heap) > 1:
+            self._total -= heappop(self._heap)[2]
+            self.left_out += 1
+
+    def values(self) -> list[T]:
+        return [value for _, _, _, value in sorted(self._heap, key=lambda entry: entry[1])]
+
+
+def _rest(lines: JsonLines, sources: Sources, texts: _Sample[TracedText]) -> Iterator[dict[str, Any]]:
     """Takes a trace's lines out; the others are a log's, if they are anything."""
     for line in lines:
         if line.get("v") == TRACE_VERSION and line.get("event") == "trace":
@@ -71,10 +102,12 @@ def _rest(lines: JsonLines, sources: Sources) -> Iterator[dict[str, Any]]:
             continue
         if line.get("v") == TRACE_VERSION and line.get("event") == "text":
             try:
-                sources.texts.append(TracedText.from_json(line))
-                continue
+                text = TracedText.from_json(line)
             except (KeyError, TypeError, ValueError, AttributeError):
                 pass  # the log's reader does not know it either, and counts it
+            else:
+                texts.add(text.id, text.num_anchors, text)
+                continue
         yield line
 
 

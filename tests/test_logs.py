@@ -17,6 +17,7 @@ from dflash_ort.logs import LoggedRequest, LogReader
 from dflash_ort.params import SamplingParams
 from dflash_ort.records import RequestRound, RoundRecord
 from dflash_ort.runtime.engine import Engine
+from dflash_ort.runtime.traces import read_sources
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,26 @@ def test_foreign_lines_are_counted(change: dict[str, Any], logged: Any) -> None:
     found, foreign = requests([*lines, {}, {"v": 1}])
     assert foreign == 3
     assert len(found) == 3
+
+
+def test_of_more_than_memory_should_hold_an_even_sample_is_kept(logged: Any, tmp_path: Path) -> None:
+    """Whole requests, the same each time, from both ends of the file."""
+    lines, path = list(JsonLines(logged[0])), tmp_path / "long.jsonl"
+    with path.open("w") as file:
+        for copy in range(300):
+            for line in lines:
+                file.write(json.dumps({**line, "request_id": f"{copy}-{line['request_id']}"}) + "\n")
+    whole, some = read_sources([path], GENERIC_PRIORS), read_sources([path], GENERIC_PRIORS, most=600)
+    assert (len(whole.logged), whole.left_out) == (900, 0)
+    assert len(some.logged) + some.left_out == 900
+    assert 400 < sum(len(request.rounds) for request in some.logged) <= 600
+    assert [r.id for r in some.logged] == [r.id for r in read_sources([path], GENERIC_PRIORS, most=600).logged]
+    copies = [int(request.id.partition("-")[0]) for request in some.logged]
+    assert copies == sorted(copies)
+    assert min(copies) < 60
+    assert max(copies) > 240
+    kept = {request.id: len(request.rounds) for request in whole.logged}
+    assert all(kept[request.id] == len(request.rounds) for request in some.logged)
 
 
 def part(kind: str, drafted: int, verified: int, accepted: int, committed: int, log_p: float = -0.5) -> RequestRound:
