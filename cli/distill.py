@@ -87,7 +87,7 @@ def _layers(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     "--init",
     type=click.Path(path_type=Path),
     metavar="DRAFTER",
-    help="Go on from this drafter, the shipped one for instance; its shape is kept.",
+    help="Go on from this drafter, the shipped one for instance; its shape is kept, its vocabulary chosen anew.",
 )
 @click.option("--depth", type=click.IntRange(1), help="Layers of the drafter.  [default: 3]")
 @click.option("--block-size", type=click.IntRange(1), help="Slots of a block, the last token's too.  [default: 5]")

@@ -206,12 +206,11 @@ def _settings(order: Order, init: DrafterCheckpoint | None) -> TrainSettings:
     if init is not None:
         depth, block, taps, extensions = init.config.num_layers, init.block_size, init.target_layer_ids, init.extensions
         ids = init.draft_vocabulary
-        vocabulary = init.config.vocab_size if ids is None else len(ids)
+        vocabulary = order.vocabulary or (init.config.vocab_size if ids is None else len(ids))
         asked = {
             "--depth": (order.depth, depth),
             "--block-size": (order.block_size, block),
             "--taps": (order.taps, taps),
-            "--vocabulary": (order.vocabulary, vocabulary),
             "--plain": (order.plain or None, extensions == PLAIN),
         }
         for name, (wanted, found) in asked.items():

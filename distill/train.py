@@ -105,13 +105,9 @@ class _Run:
         training = [d for d in dialogues if not is_held_out(d)]
         self._held_out = held_out_dialogues(dialogues)
         counts = np.bincount(np.concatenate([d.ids for d in training]), minlength=target.config.vocab_size)
-        if init is None:
-            mask = _mask_token(counts[:vocab_size], target)
-            self._vocabulary = draft_vocabulary(counts[:vocab_size], settings.vocabulary)
-        else:
-            mask = init.mask_token_id
-            whole = np.arange(vocab_size)
-            self._vocabulary = whole if init.draft_vocabulary is None else init.draft_vocabulary
+        mask = _mask_token(counts[:vocab_size], target) if init is None else init.mask_token_id
+        # Drafters use the target's head, so what one can draft may follow the data, whatever it was before.
+        self._vocabulary = draft_vocabulary(counts[:vocab_size], settings.vocabulary)
         self._coverage = float(counts[self._vocabulary].sum() / counts.sum())
         self._tokens = int(counts.sum())
         self._shape = drafter_shape(target, settings, mask, init)

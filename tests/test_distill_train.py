@@ -18,6 +18,7 @@ from dflash_ort.distill.dialogues import Dialogue
 from dflash_ort.distill.features import Features
 from dflash_ort.distill.result import write_trained
 from dflash_ort.distill.settings import TrainSettings
+from dflash_ort.distill.shards import is_held_out
 from dflash_ort.distill.state import STATE_FILE
 from dflash_ort.distill.target import DataTarget, open_target
 from dflash_ort.distill.train import Trained, train
@@ -205,6 +206,10 @@ class TestTraining:
         assert made.curve[0].acceptance_length == pytest.approx(
             max(point.acceptance_length for point in trained.curve), abs=0.1
         )
+        smaller = run(target, features, tmp_path / "smaller", replace(SETTINGS, steps=4, vocabulary=40), init=init)
+        counts = np.bincount(np.concatenate([d.ids for d in features.dialogues if not is_held_out(d)]))
+        assert len(smaller.vocabulary) == 40
+        assert counts[smaller.vocabulary].min() >= np.sort(counts)[-40]
         for changes, word in (
             ({"depth": 2}, "depth"),
             ({"extensions": PLAIN}, "extensions"),
