@@ -105,6 +105,9 @@ class Adaptive:
         if progress is not None:
             for kind, arm in progress.arms.items():
                 population = self._populations[kind]
+                population.elapsed += progress.elapsed
+                if not arm.learnt:
+                    continue  # what nobody asked has shown nothing
                 population.requests = min(population.requests + 1.0, self.settings.population_requests)
                 worth = arm.corrected * self._model(kind, progress).trust(request_id)
                 population.value += (worth - population.value) / population.requests
@@ -166,10 +169,13 @@ class Adaptive:
         if arm.retry_in > 0:
             return False
         whole = self._draft_seconds(kind, state, horizon=1)
-        if arm.spent + whole > settings.most_for_tries * progress.elapsed:
+        # What earlier requests left of their share may be spent too: short answers would never try anything.
+        earlier = max(0.0, settings.most_for_tries * population.elapsed - population.spent)
+        if arm.spent + whole > settings.most_for_tries * progress.elapsed + earlier:
             arm.retry_in = 1
             return False
         arm.spent += whole
+        population.spent += whole
         arm.backoff = min(2 * arm.backoff, self._longest_retry(population, price))
         arm.retry_in, arm.trying = arm.backoff, True
         arm.blocks = min(arm.blocks, 1.0)  # what is old counts no more than what the try will show
@@ -240,6 +246,7 @@ class Adaptive:
             return
         arm.blocks = min(arm.blocks + 1.0, self.settings.value_memory)
         arm.seen += 1.0
+        arm.learnt = True
         trust = self._model(draft.kind, progress).trust(draft.request_id)
         surprise = max(0.0, *self._gains(progress, [s / trust for s in survival])) - arm.value
         arm.value += surprise / arm.blocks

@@ -24,6 +24,9 @@ class Population:
     """Log of its seconds over the table's, load apart: settings such as temperature change it."""
     drafts: float = 3.0
     """Made of a block, lately."""
+    elapsed: float = 0.0
+    """Table seconds of all requests that are over, and of all tries."""
+    spent: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class Arm:
     retry_in: int = 0
     """Rounds until it is tried again; 0 while it is in use."""
     trying: bool = False
+    learnt: bool = False
+    """A block was seen."""
     spent: float = 0.0
     """Table seconds of the tries so far."""
     revived: int = -1

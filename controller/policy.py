@@ -37,7 +37,7 @@ class AdaptiveSettings:
     """Standard errors of a drafter's worth that it is given the benefit of, in a long answer."""
     long_answer: int = 32
     """Tokens still to come from which on that is so; what may be learnt is worth less where less can be made of it."""
-    first_value: float = 0.2
+    first_value: float = 0.4
     """What a block is worth, in tokens, before any was seen."""
     first_retry: int = 12
     longest_retry: int = 512
