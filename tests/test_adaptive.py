@@ -190,62 +190,6 @@ class TestDecisions:
         assert lengths[0] < lengths[1]
 
 
-class TestBackOff:
-    def test_a_losing_drafter_is_tried_at_doubling_distances(self) -> None:
-        controller = adaptive()
-        asked = [
-            i for i in range(2000) if one_round(controller, block(0.02), NO_LOOKUP, {})[0].kind == "dflash"
-        ]  # fmt: skip
-        start = next(i for i, (a, b) in enumerate(itertools.pairwise(asked)) if b - a > 1)
-        gaps = np.diff(asked[start:])
-        assert start < 12, "given up after a few blocks"
-        assert gaps[0] == AdaptiveSettings().first_retry
-        assert all(b == min(2 * a, 512) for a, b in itertools.pairwise(gaps))
-        assert len(gaps) <= math.log2(2000)
-
-    def test_every_try_shows_something(self) -> None:
-        controller = adaptive()
-        tries = [one_round(controller, block(0.02), NO_LOOKUP, {}) for _ in range(500)][20:]
-        assert all(length >= 1 for order, length in tries if order.kind == "dflash")
-
-    def test_a_text_that_turns_easy_is_noticed(self) -> None:
-        controller = adaptive()
-        for _ in range(60):
-            one_round(controller, block(0.02), NO_LOOKUP, {})
-        kinds = [one_round(controller, block(0.95), NO_LOOKUP, {"dflash": 5})[0].kind for _ in range(200)]
-        assert kinds.index("dflash") < 100
-        assert kinds[-40:] == ["dflash"] * 40
-
-    def test_recoveries_make_tries_more_frequent(self) -> None:
-        """Where texts turn hard and easy again, giving up for long would miss it; the population teaches how often."""
-        longest = []
-        for recovers in (False, True):
-            controller = adaptive()
-            for stretch in range(20):
-                easy = recovers and stretch % 2 == 1
-                for _ in range(100):
-                    one_round(controller, block(0.95 if easy else 0.02), NO_LOOKUP, {"dflash": 5 * easy})
-            if recovers:
-                for _ in range(40):
-                    one_round(controller, block(0.02), NO_LOOKUP, {})
-            longest.append(controller._requests[1].arms["dflash"].backoff)
-        assert longest == [512, pytest.approx(12, abs=8)]
-
-    def test_lookups_that_fail_are_tried_again_too(self) -> None:
-        """They cost nothing to make, but what is never verified is never learnt."""
-        controller = adaptive()
-        for _ in range(40):
-            one_round(controller, block(0.01), LOOKUP, {})
-        kinds = [one_round(controller, block(0.01), LOOKUP, {"ngram": 10})[0].kind for _ in range(300)]
-        assert kinds[-50:].count("ngram") > 40
-
-
-# Several requests --------------------------------------------------
-
-
-CURVES = st.lists(st.lists(st.floats(0.02, 0.98), max_size=3), min_size=1, max_size=3)
-
-
 @settings(max_examples=200)
 @given(
     hazards=CURVES,

@@ -80,8 +80,12 @@ def random_hidden(pair: Pair, rows: int = CONTEXT) -> np.ndarray:
 
 
 def run(pair: Pair, cache: KVCache, hidden: np.ndarray, anchor: int | None = ANCHOR) -> Answer:
-    ids, log_probs, logits = pair.model.run(cache, [hidden], anchor)
-    return ids.copy(), log_probs.copy(), logits.copy()
+    drafts = 0 if anchor is None else pair.model.spec.max_draft
+    block = pair.model.run(cache, [hidden], anchor)
+    ids, log_probs = block.greedy(drafts)
+    logits = [block.logits(i, 0).copy() for i in range(drafts)]
+    size = len(pair.model.vocabulary)
+    return np.array(ids, np.int64), np.array(log_probs, np.float32), np.array(logits, np.float32).reshape(drafts, size)
 
 
 def draft(pair: Pair, hidden: np.ndarray, cuts: Iterable[int] = (), anchor: int = ANCHOR) -> Answer:

@@ -38,7 +38,7 @@ CLOCKLESS = ("off", "fixed:1", "fixed:3", "fixed:max", "threshold:0.01", "thresh
 
 @pytest.fixture(scope="module", params=[False, True], ids=["parallel", "markov"])
 def engine(request: pytest.FixtureRequest, tiny_bundle: Callable[..., Path]) -> Any:
-    bundle = tiny_bundle("int8" if request.param else "fp32", extensions=("markov_head",) if request.param else ())
+    bundle = tiny_bundle("int8", extensions=("markov_head",)) if request.param else tiny_bundle("fp32")
     with Engine.load(bundle, threads=1, calibrate=False) as engine:
         yield engine
 
