@@ -190,6 +190,11 @@ class TestDecisions:
         assert lengths[0] < lengths[1]
 
 
+# Several requests --------------------------------------------------
+
+CURVES = st.lists(st.lists(st.floats(0.02, 0.98), max_size=3), min_size=1, max_size=3)
+
+
 @settings(max_examples=200)
 @given(
     hazards=CURVES,

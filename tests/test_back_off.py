@@ -92,9 +92,3 @@ class TestBackOff:
             one_round(controller, block(0.01), LOOKUP, {})
         kinds = [one_round(controller, block(0.01), LOOKUP, {"ngram": 10})[0].kind for _ in range(300)]
         assert kinds[-50:].count("ngram") > 40
-
-
-# Several requests --------------------------------------------------
-
-
-CURVES = st.lists(st.lists(st.floats(0.02, 0.98), max_size=3), min_size=1, max_size=3)
