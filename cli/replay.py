@@ -89,13 +89,13 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
         for number, label in enumerate(labels):
             progress(f"replaying {label}", number / len(labels))
             drafter, _, name = label.rpartition("@")
-            controller = named_controller(name, table)
+            controller = named_controller(name, table, sources.policy)
             outcomes[label] = judge(controller, kinds_for(controller, drafter or "auto", texts), texts, table)
         result = report(texts, outcomes, table, clairvoyant_seconds(texts, table).tolist())
         if options["logs"]:
             logged = read_sources(options["logs"], GENERIC_POLICY.priors)
             sources.skipped.update(logged.skipped)
-            result["logged"] = [asdict(run) for run in repeat(logged.logged, texts, table)]
+            result["logged"] = [asdict(run) for run in repeat(logged.logged, texts, table, sources.policy)]
     for path, count in sources.skipped.items():
         warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
     if sources.left_out:

@@ -69,6 +69,7 @@ class Engine:
         self.manifest: Manifest = bundle.manifest
         self.max_context, self.exact, self.threads = max_context, exact, threads
         self._drafter_name, self._controller_name = drafter, controller
+        self.policy = policy
         self._progress = progress
         self._controllers = Controllers(bundle.manifest, threads, self._measure if calibrate else None, policy)
         self._log: RoundLog | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dflash_ort.controller.trace import TRACE_VERSION, TracedText, agreed_lengths, proposals_of
@@ -85,6 +85,7 @@ def header(engine: Engine, settings: BenchSettings, prompts: Sequence[BenchPromp
         "template_arguments": sorted(settings.template_arguments),
         "prompts": _digest([asdict(prompt) for prompt in prompts], dict(settings.template_arguments)),
         "costs": asdict(engine.costs()),
+        "policy": replace(engine.policy, notes={}).as_json(),
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_ort.controller.cost import CostTable
+from dflash_ort.controller.policy import Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.controller.replay import Outcome, Seconds, TableClock, Work, replay
 from dflash_ort.controller.trace import TracedText
@@ -51,8 +52,11 @@ class _Log:
         return record.draft_s, record.verify_s, record.sample_s, record.other_s
 
 
-def repeat(logged: Sequence[LoggedRequest], texts: Sequence[TracedText], table: CostTable) -> list[Repeated]:
-    """Every run of the log that has its text in the trace, each process's controllers learning as they did there.
+def repeat(
+    logged: Sequence[LoggedRequest], texts: Sequence[TracedText], table: CostTable, policy: Policy
+) -> list[Repeated]:
+    """Every run of the log that has its text in the trace, each process's controllers learning as they did there;
+    adaptive ones start from ``policy``, as those of the trace's bundle do.
 
     A log has no text, so a request's is found by its lengths, its seed and the evidence of its rounds. Raises LogError
     when no request has one.
@@ -60,7 +64,7 @@ def repeat(logged: Sequence[LoggedRequest], texts: Sequence[TracedText], table: 
     found = []
     for name, runs in _by_controller(logged, texts).items():
         try:
-            controller = named_controller(name[1], table)
+            controller = named_controller(name[1], table, policy)
         except PolicyError:
             continue  # a controller of the caller's own
         found.append(_repeat(name[1], controller, runs, table))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Generic, TypeVar
 from dflash_ort.controller.acceptance import HazardPrior
 from dflash_ort.controller.cost import CostTable
 from dflash_ort.controller.from_log import estimated_text
+from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.trace import TRACE_VERSION, TracedText
-from dflash_ort.errors import LogError
+from dflash_ort.errors import LogError, PolicyError
 from dflash_ort.jsonlines import JsonLines
 from dflash_ort.logs import LoggedRequest, LogReader
 
@@ -45,6 +47,14 @@ class Sources:
             except (KeyError, TypeError, ValueError, OverflowError):
                 continue
         return None
+
+    @property
+    def policy(self) -> Policy:
+        """What `adaptive` started from in the bundle that the first trace is of; generic where nothing says."""
+        for header in self.headers:
+            with suppress(PolicyError):
+                return Policy.from_json(header.get("policy"), "the trace's policy")
+        return GENERIC_POLICY
 
 
 def read_sources(paths: Sequence[Path], priors: Mapping[str, HazardPrior], *, most: int = MOST_ROUNDS) -> Sources:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from dflash_ort.controller.policy import AdaptiveSettings, Policy
 from dflash_ort.jsonlines import JsonLines
+from dflash_ort.models.manifest import POLICY
 from tests.shell import Home, at_home, call, json_of
 
 PROMPTS = [
@@ -185,6 +187,23 @@ class TestReplay:
         assert "repeated exactly" in call("replay", trace, "--log", log).err
         (tmp_path / "other.jsonl").write_text(log.read_text().replace('"seed":7', '"seed":8'))
         assert "no request of the log" in call("replay", trace, "--log", tmp_path / "other.jsonl").error
+
+    def test_adaptive_starts_from_the_bundles_own_policy_as_it_does_in_a_run(self, home: Home, tmp_path: Path) -> None:
+        policy = Policy(settings=AdaptiveSettings(first_value=3.0, prior_blocks=50.0, cautious_length=5))
+        own, trace, log = home.bundle / POLICY, tmp_path / "trace.jsonl", tmp_path / "log.jsonl"
+        own.write_text(json.dumps(policy.as_json()))
+        try:
+            assert record(home, trace).code == 0
+            for prompt in (PROMPTS[2], PROMPTS[0]):
+                run = ("run", prompt["turns"][0], "--max-new-tokens", 24, "--ignore-eos", "--seed", 7, "--threads", 1)
+                assert call(*run, "--no-calibrate", "--log", log).code == 0
+        finally:
+            own.unlink()
+        asked = ("--policy", "adaptive", "--policy", "adaptive:generic", "--log", log, "--json", "-")
+        report = json_of(call("replay", trace, *asked))
+        assert [run["same"] for run in report["logged"]] == [True, True]
+        own_drafts, generic_drafts = (policy["drafted"] for policy in report["policies"])
+        assert own_drafts > generic_drafts
 
     def test_tables_are_for_people(self, trace: Path) -> None:
         shown = call("replay", trace)
