@@ -6,15 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.output_file import check_writable, write_whole
-
-if TYPE_CHECKING:
-    from dflash_ort.controller.cost import CostTable
+from dflash_ort.cli.sources import costs_option, warn_of_unread
 
 DEFAULT_POLICIES = ("off", "fixed:1", "fixed:3", "adaptive")
 REPORT_VERSION = 1
@@ -96,10 +94,7 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
             logged = read_sources(options["logs"], GENERIC_POLICY.priors)
             sources.skipped.update(logged.skipped)
             result["logged"] = [asdict(run) for run in repeat(logged.logged, texts, table, sources.policy)]
-    for path, count in sources.skipped.items():
-        warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
-    if sources.left_out:
-        warn(f"{sources.left_out:,} requests are left out, an even share of all: more than memory should hold")
+    warn_of_unread(sources)
     if not sources.exact:
         warn("logs know only the anchors that were visited: what follows is an estimate")
     whole = {
@@ -118,23 +113,6 @@ def replay(files: tuple[Path, ...], policies: tuple[str, ...], **options: Any) -
     if out is not None:
         write_whole(out, json.dumps(whole, indent=1) + "\n")
     _show(whole)
-
-
-def costs_option(path: Path | None, recorded: CostTable | None) -> CostTable:
-    """The table of a --costs file, else the recorded one, else a generic one with a warning."""
-    from dflash_ort.controller.cost import CostTable
-    from dflash_ort.controller.names import GENERIC_COSTS
-
-    if path is None:
-        if recorded is None:
-            warn("these files do not say what passes cost; a generic shape is taken, --costs gives a machine's own")
-        return recorded or GENERIC_COSTS
-    try:
-        return CostTable.from_json(json.loads(path.read_text("utf-8")))
-    except OSError as error:
-        raise click.ClickException(f"'{path}' cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise click.ClickException(f"'{path}' is not what 'dflash-ort calibrate --json' prints ({error})") from None
 
 
 def _show(whole: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import click
 from dflash_ort import __version__
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.output_file import check_writable, write_whole
-from dflash_ort.cli.replay import costs_option
+from dflash_ort.cli.sources import costs_option, warn_of_unread
 
 if TYPE_CHECKING:
     from dflash_ort.controller.cost import CostTable
@@ -192,10 +192,7 @@ def _described(path: Path, part: Sources) -> dict[str, Any]:
 
 
 def _warn_of(material: Material) -> None:
-    for path, count in material.sources.skipped.items():
-        warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
-    if material.sources.left_out:
-        warn(f"{material.sources.left_out:,} requests are left out, an even share: more than memory should hold")
+    warn_of_unread(material.sources)
     if material.passed_over:
         warn(f"--from-logs: {material.passed_over} texts of traces are passed over")
     if material.whence != "traces":

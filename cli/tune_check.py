@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_ort.cli.console import ProgressBar, complain, warn
+from dflash_ort.cli.console import ProgressBar, complain
 from dflash_ort.cli.output_file import write_whole
+from dflash_ort.cli.sources import warn_of_unread
 
 if TYPE_CHECKING:
     from dflash_ort.controller.cost import CostTable
@@ -49,8 +50,7 @@ def check(files: Sequence[Path], policy_file: Path, json_file: Path | None) -> b
         for name in references.keys() - there.keys():
             reason = "there are no such drafts in these files"
             families.append({"family": name, "drifted": False, "enough": False, "requests": 0, "reasons": (reason,)})
-    for path, count in material.sources.skipped.items():
-        warn(f"'{path}': {count} lines were cut off or foreign, and are skipped")
+    warn_of_unread(material.sources)
     drifted = any(found["drifted"] for found in families)
     whole = {
         "version": CHECK_VERSION,

@@ -55,8 +55,10 @@ def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float
         return CostTable(rows, contexts, verify, (0.0,) * len(contexts), inject_row=0.0, other=_OTHER_SECONDS)
     draft = np.maximum.accumulate([scene.median("draft", 1) for scene in scenes])
     extra = np.median([scene.median("draft", injected) - scene.median("draft", 1) for scene in scenes])
-    steps = bundle.dflash.spec.max_draft - 1
-    further = np.median([scene.median("all drafts", 1) - scene.median("draft", 1) for scene in scenes])
+    draft_step = 0.0
+    if bundle.dflash.is_sequential and bundle.dflash.spec.max_draft > 1:
+        further = np.median([scene.median("all drafts", 1) - scene.median("draft", 1) for scene in scenes])
+        draft_step = max(float(further) / (bundle.dflash.spec.max_draft - 1), 0.0)
     dearer = np.median([scene.median("after draft", 1) - scene.median("verify", 1) for scene in scenes])
     return CostTable(
         rows,
@@ -66,7 +68,7 @@ def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float
         inject_row=max(float(extra) / max(injected - 1, 1), 0.0),
         other=_OTHER_SECONDS,
         after_draft=max(float(dearer), 0.0),
-        draft_step=max(float(further) / steps, 0.0) if steps and bundle.dflash.is_sequential else 0.0,
+        draft_step=draft_step,
     )
 
 
@@ -133,6 +135,8 @@ class _Scene:
             self._pass(1)
             self._time("draft", count, self._block)
             self._time("after draft", 1, self._pass)
+        if not self._drafter.is_sequential:
+            return
         self._pass(1)
         self._time("all drafts", 1, partial(self._block, drafts=self._drafter.spec.max_draft))
 
