@@ -73,7 +73,7 @@ def main() -> None:
     for precision, directory in arguments.bundle:
         unpadded = dict(arguments.unpadded).get(precision)
         with Engine.load(directory) as engine:
-            report["threads"], report["cpu"] = engine.threads, _cpu()
+            report["threads"], report["cpu"] = engine.backend.threads, _cpu()
             plain = Engine.load(unpadded, allow_inexact=True, drafter="none") if unpadded else None
             for sampling in arguments.sampling:
                 tallies = _measure(engine, plain, prompts, sampling, arguments, timer)

@@ -16,7 +16,7 @@ import click
 
 from dflash_ort import __version__
 from dflash_ort.cli.console import ProgressBar, complain, warn
-from dflash_ort.cli.options import find_bundle, template_arguments
+from dflash_ort.cli.options import backend_arguments, backend_options, find_bundle, template_arguments
 from dflash_ort.cli.output_file import check_writable, write_whole
 from dflash_ort.models.manifest import read_manifest
 from dflash_ort.models.texts import BenchPrompt, bench_prompts
@@ -55,7 +55,7 @@ _SHARE = click.FloatRange(0.0, 1.0)
 @click.option("--seed", type=int, default=7, show_default=True, help="Of sampling, and of the intervals.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option("--template-arg", multiple=True, metavar="NAME=VALUE", help="For the chat template; may be repeated.")
-@click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]")
+@backend_options
 @click.option("--no-calibrate", is_flag=True, help="Do not measure this machine, where that was not done yet.")
 @click.option("--allow-inexact", is_flag=True, help="Measure where rows are not independent; the verdict says so.")
 @click.option(
@@ -115,7 +115,7 @@ def _engines(paths: Sequence[Path], options: Mapping[str, Any], progress: Progre
         for label, path in zip(_labels(paths), paths, strict=True):
             engine = Engine.load(
                 path,
-                threads=options["threads"],
+                **backend_arguments(options),
                 controller="off",
                 calibrate=not options["no_calibrate"],
                 allow_inexact=options["allow_inexact"],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from dflash_ort import __version__
 from dflash_ort.cli.console import ProgressBar
-from dflash_ort.defaults import DEFAULT_CONTROLLER
+from dflash_ort.defaults import DEFAULT_CONTROLLER, PROVIDERS
 from dflash_ort.errors import DFlashError, InexactError
 from dflash_ort.models.manifest import MANIFEST
 from dflash_ort.models.paths import cache_dir, default_bundle
@@ -35,10 +36,10 @@ def doctor(as_json: bool) -> None:
 
 def _examine(progress: ProgressBar) -> dict[str, Any]:
     from dflash_ort.runtime import machine
-    from dflash_ort.runtime.bundle import DEFAULT_OPTIONS
-    from dflash_ort.runtime.session import PROVIDER, available_providers, default_threads, runtime_version
+    from dflash_ort.runtime.providers import how_to_get, installed_providers
+    from dflash_ort.runtime.session import Backend, default_threads, runtime_version
 
-    threads = default_threads()
+    threads, installed = default_threads(), installed_providers()
     missing = [
         name
         for name in ("onnx", "onnx_ir", "gguf", "safetensors", "ml_dtypes")
@@ -51,9 +52,9 @@ def _examine(progress: ProgressBar) -> dict[str, Any]:
         "logical cpus": os.cpu_count(),
         "threads": f"{threads} (the physical cores this process may use)",
         "onnxruntime": runtime_version(),
-        "providers": available_providers(),
-        "provider used": f"{PROVIDER} (the only one whose rows were proved independent)",
-        "session options": ", ".join(f"{name}={value}" for name, value in DEFAULT_OPTIONS.items()),
+        "providers": [name if name in installed else f"{name} is not here ({how_to_get(name)})" for name in PROVIDERS],
+        **_onednn(installed),
+        "session options": ", ".join(f"{name}={value}" for name, value in Backend.of().session_options().items()),
         "telemetry": "off"
         if os.environ.get("ORT_DISABLE_TELEMETRY") == "1"
         else "ON: ORT_DISABLE_TELEMETRY is set to another value",
@@ -63,21 +64,38 @@ def _examine(progress: ProgressBar) -> dict[str, Any]:
     }
 
 
+def _onednn(installed: Sequence[str]) -> dict[str, str]:
+    """What oneDNN computes with here, in its own words."""
+    if "dnnl" not in installed:
+        return {}
+    from dflash_ort.runtime.onednn import ask_onednn
+
+    said = ask_onednn()
+    if said is None:
+        return {"onednn": "does not say what it computes with"}
+    mode = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE", "strict").lower()
+    return {"onednn": f"{said.version}, {said.isa}; fp32 matrix products run as {said.kernel} (fpmath {mode})"}
+
+
 def _default_bundle(progress: ProgressBar) -> dict[str, str]:
     """Exactness of the default bundle here, and what `run` would do."""
     path = default_bundle()
     if not (path / MANIFEST).is_file():
         return {"default bundle": "none yet; make it with 'dflash-ort export'"}
+    from dflash_ort.runtime.choice import choose_provider
     from dflash_ort.runtime.engine import Engine
+    from dflash_ort.runtime.session import Backend
 
     try:
+        reason = choose_provider(path, Backend.of(), progress=progress).reason()
         with Engine.load(path, progress=progress) as engine:
             manifest = engine.manifest
             return {
                 "default bundle": f"{path} ({manifest.name}, {manifest.precision})",
                 "exact here": "yes: every row has the same bits alone and among others"
                 + ("" if engine.row_floor == 1 else ", with two rows in every pass"),
-                "would use": f"drafter {manifest.drafter.kind} (the bundle's), controller {DEFAULT_CONTROLLER}",
+                "would use": f"provider {engine.backend.provider} ({reason}), drafter {manifest.drafter.kind} "
+                f"(the bundle's), controller {DEFAULT_CONTROLLER}",
             }
     except InexactError as error:
         return {"default bundle": str(path), "exact here": f"NO: {error}"}

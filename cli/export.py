@@ -52,6 +52,11 @@ about zero.
     type=click.IntRange(2),
     help="Most tokens of prompt and answer together.  [default: the checkpoint's]",
 )
+@click.option(
+    "--portable",
+    is_flag=True,
+    help="Graphs for ONNX Runtime 1.21 and its oneDNN provider too; drafting is a little slower.",
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 def export(
     preset: str | None,
@@ -61,6 +66,7 @@ def export(
     precision: Precision,
     draft_precision: Precision,
     max_context: int | None,
+    portable: bool,
     force: bool,
 ) -> None:
     """Export a target and a drafter to a bundle.
@@ -72,7 +78,7 @@ def export(
         raise click.UsageError("--preset and --target exclude each other")
     arguments: dict[str, Any] = {"preset": preset, "target": target and target.name}
     arguments |= {"drafter": drafter and Path(drafter).name, "precision": precision}
-    arguments |= {"draft_precision": draft_precision, "max_context": max_context}
+    arguments |= {"draft_precision": draft_precision, "max_context": max_context, "portable": portable}
     place = output or default_bundle()
     with one_interrupt(), ProgressBar() as progress:
         manifest = _export(preset, target, drafter, place, arguments, force, progress)
@@ -115,6 +121,7 @@ def _export(
         precision=arguments["precision"],
         draft_precision=arguments["draft_precision"],
         max_context=arguments["max_context"],
+        portable=arguments["portable"],
         policy=policy if policy is not None and policy.is_file() else None,
         name=name,
         arguments=arguments,

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_ort.cli.options import find_bundle
+from dflash_ort.cli.options import backend_arguments, backend_options, find_bundle
 from dflash_ort.models.manifest import Manifest, check_files, read_manifest
+
+if TYPE_CHECKING:
+    from dflash_ort.runtime.placement import Share
 
 
 @click.command()
 @click.argument("bundle", required=False, metavar="[BUNDLE]")
+@click.option(
+    "--placement",
+    "with_placement",
+    is_flag=True,
+    help="Run passes, and show who computed them: kernels and time by provider, as the options after this say.",
+)
+@backend_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(bundle: str | None, as_json: bool) -> None:
+def inspect(bundle: str | None, with_placement: bool, as_json: bool, **options: Any) -> None:
     """Show what a bundle is, and check its files.
 
     BUNDLE is a directory made by `export`, by default the one that `run` uses. Shown are its
@@ -25,9 +36,11 @@ def inspect(bundle: str | None, as_json: bool) -> None:
     path = find_bundle(bundle)
     manifest = read_manifest(path)
     check_files(path, manifest, hashes=True)
-    from dflash_ort.runtime.bundle import graph_signatures
+    from dflash_ort.runtime.bundle import check_runtime, graph_signatures
 
+    check_runtime(path, manifest)
     graphs = graph_signatures(path, manifest)
+    shares = _placement(path, manifest, options) if with_placement else None
     described = {
         "path": str(path.resolve()),
         "name": manifest.name,
@@ -40,10 +53,30 @@ def inspect(bundle: str | None, as_json: bool) -> None:
         "self_check": asdict(manifest.self_check) if manifest.self_check else None,
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
         "graphs": graphs,
+        **({"placement": {g: [asdict(share) for share in found] for g, found in shares.items()}} if shares else {}),
         "provenance": manifest.provenance,
         "format_version": manifest.format_version,
     }
     click.echo(json.dumps(described, indent=2) if as_json else _text(path, manifest, graphs))
+    if shares and not as_json:
+        click.echo("\n".join(_placement_lines(shares)))
+
+
+def _placement(path: Path, manifest: Manifest, options: Mapping[str, Any]) -> dict[str, list[Share]]:
+    from dflash_ort.runtime.choice import resolve_backend
+    from dflash_ort.runtime.placement import placement
+
+    return placement(path, manifest, resolve_backend(path, **backend_arguments(options)))
+
+
+def _placement_lines(shares: Mapping[str, list[Share]]) -> Iterator[str]:
+    for graph, found in shares.items():
+        total = sum(share.seconds for share in found)
+        yield f"{graph} was computed by"
+        for share in found:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in share.operators.items())
+            time = f"{share.seconds / total:.0%} of the time"
+            yield f"           {share.provider}: {time}, {share.kernels} kernels ({kinds})"
 
 
 def _text(path: Path, manifest: Manifest, graphs: dict[str, Any]) -> str:

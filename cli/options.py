@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from dflash_ort.defaults import DEFAULT_CONTROLLER
+from dflash_ort.defaults import DEFAULT_CONTROLLER, FPMATHS, PROVIDERS, SPINNINGS
 from dflash_ort.models.manifest import MANIFEST
 from dflash_ort.models.paths import default_bundle
 from dflash_ort.params import SamplingParams
@@ -121,16 +121,8 @@ def engine_options(function: F) -> F:
             ),
             click.option("--log", type=click.Path(), help="Append the round log to this file; no text is logged."),
             click.option("--log-text", is_flag=True, help="Log prompts and answers too."),
-            click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]"),
             click.option(
                 "--max-context", type=int, help="Most tokens of prompt and answer together.  [default: the bundle's]"
-            ),
-            click.option(
-                "--session-option",
-                "session_options",
-                multiple=True,
-                metavar="NAME=VALUE",
-                help="An ONNX Runtime session option; may be repeated.",
             ),
             click.option(
                 "--allow-inexact", is_flag=True, help="Run where rows are not independent; results say exact: false."
@@ -138,6 +130,67 @@ def engine_options(function: F) -> F:
         ),
         function,
     )
+
+
+def backend_options(function: F) -> F:
+    """What the graphs run on."""
+    return _apply(
+        (
+            click.option(
+                "--provider",
+                type=click.Choice(("auto", *PROVIDERS)),
+                default="auto",
+                show_default=True,
+                help="Who computes; auto: the fastest that is exact here, measured once.",
+            ),
+            click.option(
+                "--fpmath",
+                type=click.Choice(FPMATHS),
+                help="What oneDNN may do to fp32 arithmetic; with --provider dnnl.  [default: strict]",
+            ),
+            click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]"),
+            click.option(
+                "--cpus", metavar="LIST", help="Pin threads to these processors, as in 0-3,8; as many threads."
+            ),
+            click.option(
+                "--spinning",
+                type=click.Choice(SPINNINGS),
+                default="stop",
+                show_default=True,
+                help="Whether idle threads wait busily: while their graph runs, always, or never.",
+            ),
+            click.option("--shared-pool", is_flag=True, help="One thread pool for all graphs instead of one each."),
+            click.option(
+                "--session-option",
+                "session_options",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="An ONNX Runtime session option; may be repeated.",
+            ),
+        ),
+        function,
+    )
+
+
+def backend_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`Engine.load`'s arguments from the options' values. Raises click.BadParameter."""
+    names = ("provider", "fpmath", "threads", "spinning", "shared_pool")
+    return {
+        **{name: values[name] for name in names},
+        "cpus": _cpu_list(values["cpus"]),
+        "session_options": named_values(values["session_options"], "--session-option"),
+    }
+
+
+def _cpu_list(text: str | None) -> tuple[int, ...]:
+    """Numbers and ranges, as Linux writes them."""
+    cpus: list[int] = []
+    for part in (text or "").split(",") if text is not None else ():
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise click.BadParameter(f"'{text}' is not a list of processors, as in 0-3,8", param_hint="--cpus")
+        cpus += range(int(first), int(last or first) + 1)
+    return tuple(cpus)
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

@@ -10,7 +10,7 @@ import click
 
 from dflash_ort.cli.bench import select_prompts
 from dflash_ort.cli.console import ProgressBar, complain
-from dflash_ort.cli.options import find_bundle, template_arguments
+from dflash_ort.cli.options import backend_arguments, backend_options, find_bundle, template_arguments
 from dflash_ort.cli.output_file import check_writable
 from dflash_ort.errors import LogError
 from dflash_ort.jsonlines import JsonLines, JsonLinesWriter
@@ -45,7 +45,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--template-arg", multiple=True, metavar="NAME=VALUE", help="For the chat template; may be repeated.")
 @click.option("--text", "with_text", is_flag=True, help="Write prompts and answers too, as token ids.")
 @click.option("--force", is_flag=True, help="Replace a finished trace, and do not go on with an unfinished one.")
-@click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]")
+@backend_options
 @click.option("--no-calibrate", is_flag=True, help="Do not measure this machine, where that was not done yet.")
 @click.option("--allow-inexact", is_flag=True, help="Record where rows are not independent; replays are not exact.")
 def record(bundle: str | None, prompts_file: Path | None, output: Path, **options: Any) -> None:
@@ -77,7 +77,7 @@ def record(bundle: str | None, prompts_file: Path | None, output: Path, **option
         ProgressBar() as progress,
         Engine.load(
             find_bundle(bundle),
-            threads=options["threads"],
+            **backend_arguments(options),
             calibrate=not options["no_calibrate"],
             allow_inexact=options["allow_inexact"],
             progress=progress,

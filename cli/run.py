@@ -16,9 +16,10 @@ import click
 from dflash_ort.cli.console import ProgressBar, complain, warn
 from dflash_ort.cli.explain import explain
 from dflash_ort.cli.options import (
+    backend_arguments,
+    backend_options,
     engine_options,
     find_bundle,
-    named_values,
     sampling_options,
     sampling_params,
     template_arguments,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 )
 @sampling_options
 @engine_options
+@backend_options
 @click.option(
     "--explain",
     "explained",
@@ -74,15 +76,14 @@ def run(bundle_and_prompt: tuple[str, ...], **options: Any) -> None:
     with ProgressBar() as progress:
         engine = Engine.load(
             path,
-            threads=options["threads"],
             drafter=options["drafter"],
             controller=options["controller"],
             max_context=options["max_context"],
             allow_inexact=options["allow_inexact"],
-            session_options=named_values(options["session_options"], "--session-option"),
             calibrate=not options["no_calibrate"],
             log=options["log"],
             log_text=options["log_text"],
+            **backend_arguments(options),
             progress=progress,
         )
     with engine:

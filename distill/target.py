@@ -17,8 +17,7 @@ from dflash_ort.models.presets import PRESETS, fetch_target
 from dflash_ort.models.spec import ModelSpec
 from dflash_ort.progress import Progress, silent
 from dflash_ort.runtime.batched import BatchedTarget
-from dflash_ort.runtime.bundle import DEFAULT_OPTIONS
-from dflash_ort.runtime.session import default_threads, open_session
+from dflash_ort.runtime.session import Backend, open_session
 from dflash_ort.runtime.text import Text
 
 SLOTS = 24
@@ -78,9 +77,7 @@ def open_target(
     manifest = read_manifest(directory)
     check_files(directory, manifest)
     progress("loading the target")
-    session = open_session(
-        directory / TARGET_GRAPH, threads=default_threads() if threads is None else threads, options=DEFAULT_OPTIONS
-    )
+    session = open_session(directory / TARGET_GRAPH, Backend.of(threads=threads))
     spec = manifest.target
     return DataTarget(
         checkpoint,

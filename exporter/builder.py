@@ -29,10 +29,15 @@ class _PlainTensor(ir.Tensor[Array]):
 
 
 class GraphBuilder:
-    """Collects inputs, nodes, weights and outputs, and writes one ONNX file with its external data."""
+    """Collects inputs, nodes, weights and outputs, and writes one ONNX file with its external data.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    ``portable``: use only what ONNX Runtime 1.21 has and its oneDNN provider computes rightly. That provider does not
+    see the axes of ``ReduceMax`` and ``ReduceMean``, which are inputs since opset 18, and reduces over all of them
+    (measured, docs/log.md).
+    """
+
+    def __init__(self, name: str, *, portable: bool = False) -> None:
+        self.name, self.portable = name, portable
         self._tape = Tape()
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
@@ -96,8 +101,12 @@ class GraphBuilder:
         """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last axis.
 
         Written out in standard operators, in the shape that ONNX Runtime fuses into one node at load: its own
-        SimplifiedLayerNormalization fails onnx's checker, and RMSNormalization needs opset 23.
+        SimplifiedLayerNormalization fails onnx's checker, and RMSNormalization needs opset 23. The portable form adds
+        two halves, which is exact.
         """
+        if self.portable:
+            half = self.op("Mul", [x, self.constant("half", np.array(0.5, np.float32))])
+            return self.add_rms_norm(half, half, weight, epsilon)[0]
         square = self.op("Pow", [x, self.constant("two", np.array(2, np.float32))])
         mean = self.op("ReduceMean", [square, self.ints(-1)], keepdims=1)
         shifted = self.op("Add", [mean, self.constant(f"epsilon.{epsilon}", np.array(epsilon, np.float32))])
@@ -111,6 +120,29 @@ class GraphBuilder:
             "SkipSimplifiedLayerNormalization", [x, residual, weight], 4, domain=CONTRIB, epsilon=epsilon
         )
         return outputs[0], outputs[3]
+
+    def row_max(self, x: ir.Value) -> ir.Value:
+        """The largest of each row, ``[1, rows, 1]``.
+
+        The portable form pools with rows where images stand: there may be none of them, as there may not be channels.
+        """
+        if self.portable:
+            pooled = self.op("GlobalMaxPool", [self.op("Reshape", [x, self.ints(-1, 1, 0)])])
+            return self.op("Reshape", [pooled, self.ints(1, -1, 1)])
+        return self.op("ReduceMax", [x, self.ints(-1)], keepdims=1)
+
+    def row_argmax(self, x: ir.Value, width: int) -> ir.Value:
+        """The place of the largest of each row of ``width``, the first of equals; int64 ``[1, rows]``.
+
+        Where there are no rows ONNX Runtime 1.21's ``ArgMax`` does not reduce, and its ``TopK`` crashes: one is added.
+        """
+        if self.portable:
+            more = self.op("Concat", [x, self.constant(f"row.{width}", np.zeros((1, 1, width), np.float32))], axis=1)
+            return self.op("Slice", [self._argmax(more), self.ints(0), self.ints(-1), self.ints(1)])
+        return self._argmax(x)
+
+    def _argmax(self, x: ir.Value) -> ir.Value:
+        return self.op("ArgMax", [x], axis=-1, keepdims=0, select_last_index=0)
 
     def swiglu(self, gate_up: ir.Value, width: int) -> ir.Value:
         """``silu(gate) * up`` of a fused ``[gate, up]``.

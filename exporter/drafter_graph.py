@@ -5,8 +5,8 @@ projects them with its own k and v (KV injection) and the block's rows attend to
 ways. Slot ``i`` of the block, a mask token, predicts the token *at* slot ``i``; slot 0 holds the last committed token.
 Extensions of ours change what the rows start from and what they predict (see `DrafterExtensions`).
 
-Context rows and block rows share one ``GroupQueryAttention`` call (context first), which appends both to the cache; the
-runtime takes the block's rows back by length. The context rows' queries are computed and thrown away: they are few.
+Context rows and block rows go through a layer's projections together, context first, and both are appended to the
+cache; the runtime takes the block's rows back by length.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from dflash_ort.exporter.attention import BlockAttention, OneOperator, WrittenOut, rows_after
 from dflash_ort.exporter.builder import GraphBuilder
 from dflash_ort.exporter.checkpoint import DecoderConfig, DrafterCheckpoint, TargetCheckpoint
-from dflash_ort.exporter.layers import CachedAttention, LayerBuilder
+from dflash_ort.exporter.layers import LayerBuilder
 from dflash_ort.exporter.linear import LinearWeights, Recipe
 from dflash_ort.exporter.target_graph import embedding, head_rows
 from dflash_ort.models import graph_names as names
 
-_END = np.iinfo(np.int64).max
-"""As far as there are rows, in a Slice."""
-
 
 def build_drafter_graph(
-    drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, positions: int, vocab_size: int
+    drafter: DrafterCheckpoint,
+    target: TargetCheckpoint,
+    recipe: Recipe,
+    *,
+    positions: int,
+    vocab_size: int,
+    portable: bool = False,
 ) -> GraphBuilder:
-    """The drafter as a graph. ``vocab_size``: rows of the target's own LM head; ids beyond it are never drafted."""
+    """The drafter as a graph.
+
+    ``vocab_size``: rows of the target's own LM head; ids beyond it are never drafted. ``portable``: see `GraphBuilder`.
+    """
     config = drafter.config
-    g = GraphBuilder("drafter")
+    g = GraphBuilder("drafter", portable=portable)
     width = len(drafter.target_layer_ids) * target.config.hidden_size
     injected = g.input(names.INJECTED, ir.DataType.FLOAT, [1, "injected", width])
     block_ids = g.input(names.BLOCK_IDS, ir.DataType.INT64, [1, "block"])
-    attention = CachedAttention(g, config, positions, causal=False)
+    attention = (WrittenOut if portable else OneOperator)(g, config, positions)
 
     rows = _Rows(g, injected, block_ids)
     context_layers = LayerBuilder(g, config, drafter.tensor, recipe, "", rows=rows.context)
@@ -49,7 +56,7 @@ def build_drafter_graph(
     normed = g.rms_norm(residual, layers.norm_weight("layers.0.input_layernorm"), config.norm_epsilon)
     for layer in range(config.num_layers):
         qkv = all_layers.qkv(g.op("Concat", [context, normed], axis=1), layer)
-        attended = rows.take_block(_attend(g, layers, attention, qkv, layer))
+        attended = _attend(g, layers, attention, qkv, layer, rows.context)
         after = layers.norm_weight(f"layers.{layer}.post_attention_layernorm")
         normed, residual = g.add_rms_norm(layers.attention_out(attended, layer), residual, after, config.norm_epsilon)
         mlp = layers.mlp(normed, layer)
@@ -58,7 +65,7 @@ def build_drafter_graph(
         normed, residual = g.add_rms_norm(mlp, residual, weight, config.norm_epsilon)
 
     if not drafter.extensions.next_token:
-        normed = _after_first(g, normed)
+        normed = rows_after(g, normed, g.ints(1))
     if drafter.extensions.markov_head:
         g.output(normed, names.DRAFT_ROWS, ir.DataType.FLOAT, [1, "drafts", config.hidden_size])
     else:
@@ -67,11 +74,11 @@ def build_drafter_graph(
 
 
 def build_draft_head_graph(
-    drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, vocab_size: int
+    drafter: DrafterCheckpoint, target: TargetCheckpoint, recipe: Recipe, *, vocab_size: int, portable: bool = False
 ) -> GraphBuilder:
     """A Markov head and the LM head, for rows of the drafter's graph and the tokens before their drafts."""
     config, h = drafter.config, target.config.hidden_size
-    g = GraphBuilder("draft_head")
+    g = GraphBuilder("draft_head", portable=portable)
     rows = g.input(names.DRAFT_ROWS, ir.DataType.FLOAT, [1, "drafts", h])
     previous_ids = g.input(names.PREVIOUS_IDS, ir.DataType.INT64, [1, "drafts"])
     previous = g.op("Gather", [embedding(g, target.config), previous_ids])
@@ -110,41 +117,40 @@ def _block_start(
         rows = g.op("Gather", [embeddings, block_ids])
     if not extensions.context_start:
         return rows
-    last = g.op("Slice", [injected, g.ints(-1), g.ints(_END), g.ints(1)])
+    last = rows_after(g, injected, g.ints(-1))
     width = len(drafter.target_layer_ids) * h
     start = layers.over(g.ints(1)).linear(last, "fc", ["start"], width, h)
     start_embed = layers.over(g.num_rows(anchor)).linear(anchor, "fc", ["start_embed"], h, h)
     return g.op("Add", [rows, g.op("Add", [start, start_embed])])
 
 
-def _after_first(g: GraphBuilder, rows: ir.Value) -> ir.Value:
-    return g.op("Slice", [rows, g.ints(1), g.ints(_END), g.ints(1)])
-
-
 class _Rows:
-    """How many rows are context, block and both (int64 ``[1]``), and the block's rows out of both, context first."""
+    """How many rows are context, block and both, int64 ``[1]``."""
 
     def __init__(self, g: GraphBuilder, injected: ir.Value, block_ids: ir.Value) -> None:
-        self.g = g
         self.context, self.block = g.num_rows(injected), g.num_rows(block_ids)
         self.all = g.op("Add", [self.context, self.block])
 
-    def take_block(self, x: ir.Value) -> ir.Value:
-        return self.g.op("Slice", [x, self.context, self.all, self.g.ints(1)])
 
-
-def _attend(g: GraphBuilder, layers: LayerBuilder, attention: CachedAttention, qkv: ir.Value, layer: int) -> ir.Value:
+def _attend(
+    g: GraphBuilder,
+    layers: LayerBuilder,
+    attention: BlockAttention,
+    qkv: ir.Value,
+    layer: int,
+    context_rows: ir.Value,
+) -> ir.Value:
     """Per-head q/k norms (explicit nodes: the CPU kernel refuses its own), then attention."""
     c = layers.config
     query, key, value = g.split(qkv, [c.query_width, c.kv_width, c.kv_width])
     query = _head_norm(g, layers, query, f"layers.{layer}.self_attn.q_norm", c.num_heads)
     key = _head_norm(g, layers, key, f"layers.{layer}.self_attn.k_norm", c.num_kv_heads)
-    return attention.attend(layer, query, key, value)
+    return attention.attend_block(layer, query, key, value, context_rows)
 
 
 def _head_norm(g: GraphBuilder, layers: LayerBuilder, x: ir.Value, name: str, heads: int) -> ir.Value:
     c: DecoderConfig = layers.config
-    split = g.op("Reshape", [x, g.ints(1, -1, heads, c.head_dim)])
+    split = g.op("Reshape", [x, g.ints(1, -1, c.head_dim)])
     normed = g.rms_norm(split, layers.norm_weight(name, c.head_dim), c.norm_epsilon)
     return g.op("Reshape", [normed, g.ints(1, -1, heads * c.head_dim)])
 
@@ -161,10 +167,9 @@ def _head(
     ids = draft_vocabulary(drafter, vocab_size)
     head = LinearWeights("lm_head", target.config.hidden_size, len(ids), head_rows(target, ids))
     logits = recipe["lm_head"].apply(g, rows, head, g.num_rows(rows))
-    best = g.op("ArgMax", [logits], axis=-1, keepdims=0, select_last_index=0)
-    draft_ids = g.op("Gather", [g.constant("draft_vocabulary", ids), best])
+    draft_ids = g.op("Gather", [g.constant("draft_vocabulary", ids), g.row_argmax(logits, len(ids))])
     # log p(best) = max - logsumexp: the largest entry of log-softmax.
-    logprobs = g.op("ReduceMax", [g.op("LogSoftmax", [logits], axis=-1), g.ints(-1)], keepdims=0)
+    logprobs = g.op("Squeeze", [g.row_max(g.op("LogSoftmax", [logits], axis=-1)), g.ints(-1)])
     g.output(draft_ids, names.DRAFT_IDS, ir.DataType.INT64, [1, "drafts"])
     g.output(logprobs, names.DRAFT_LOGPROBS, ir.DataType.FLOAT, [1, "drafts"])
     g.output(logits, names.DRAFT_LOGITS, ir.DataType.FLOAT, [1, "drafts", len(ids)])

@@ -36,7 +36,9 @@ from dflash_ort.models.manifest import (
     DRAFT_HEAD_GRAPH,
     DRAFTER_GRAPH,
     MANIFEST,
+    ONNXRUNTIME,
     POLICY,
+    PORTABLE_ONNXRUNTIME,
     TARGET_GRAPH,
     TOKENIZER,
     Manifest,
@@ -64,6 +66,8 @@ class ExportOptions:
     """False leaves out the two-row floor: faster for plain decoding and *not exact*. For benchmarks and tests."""
     batched: bool = False
     """Write the target's batched form (see `target_graph`): for making training data, no engine runs it."""
+    portable: bool = False
+    """Graphs for ONNX Runtime 1.21 and its oneDNN provider (see `GraphBuilder`)."""
     taps: tuple[int, ...] = ()
     """Layers to tap, where there is no model drafter to name them."""
     policy: Path | None = None
@@ -197,11 +201,22 @@ def _write(
         progress("writing the drafter's graph")
         positions = spec.max_context + drafter_spec.block_size + 1
         graph = build_drafter_graph(
-            drafter, target, recipe(draft_precision), positions=positions, vocab_size=spec.vocab_size
+            drafter,
+            target,
+            recipe(draft_precision),
+            positions=positions,
+            vocab_size=spec.vocab_size,
+            portable=options.portable,
         )
         _save(graph, bundle / DRAFTER_GRAPH)
         if drafter.extensions.markov_head:
-            head = build_draft_head_graph(drafter, target, recipe(draft_precision), vocab_size=spec.vocab_size)
+            head = build_draft_head_graph(
+                drafter,
+                target,
+                recipe(draft_precision),
+                vocab_size=spec.vocab_size,
+                portable=options.portable,
+            )
             _save(head, bundle / DRAFT_HEAD_GRAPH)
         write_draft_vocabulary(drafter, bundle, spec.vocab_size)
     progress("hashing")
@@ -212,6 +227,7 @@ def _write(
         precision=options.precision,
         draft_precision=draft_precision,
         files={path.name: file_entry(path) for path in sorted(bundle.iterdir())},
+        oldest_onnxruntime=PORTABLE_ONNXRUNTIME if options.portable else ONNXRUNTIME,
         provenance={
             "arguments": dict(options.arguments),
             "target": dict(target.source),
@@ -251,6 +267,7 @@ def _write_target(
         taps=spec.tapped_layers,
         pad_attention=options.pad_attention,
         batched=options.batched,
+        portable=options.portable,
     )
     _save(graph, directory / TARGET_GRAPH)
     (directory / TOKENIZER).write_text(target.tokenizer_json, "utf-8")

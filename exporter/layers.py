@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from dflash_ort.exporter.builder import CONTRIB, Array, GraphBuilder
+from dflash_ort.exporter.builder import Array, GraphBuilder
 from dflash_ort.exporter.checkpoint import DecoderConfig, TensorLoader
 from dflash_ort.exporter.linear import LinearWeights, Recipe, Role
-from dflash_ort.models import graph_names as names
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +73,3 @@ class LayerBuilder:
         gate_up = self.linear(x, "gate_up", wide, c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias)
         inner = self.g.swiglu(gate_up, c.intermediate_size)
         return self.linear(inner, "down", [f"{at}.down_proj"], c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
-
-
-class CachedAttention:
-    """``GroupQueryAttention`` over fixed-capacity key and value buffers that the runtime binds in place.
-
-    Past and present are the same memory, so a pass appends rows and a shorter length later takes them back without a
-    copy. ``batched``: the buffers have a batch axis, and each request of the batch its own length.
-    """
-
-    def __init__(
-        self, g: GraphBuilder, config: DecoderConfig, positions: int, *, causal: bool, batched: bool = False
-    ) -> None:
-        self.g, self.config, self.causal = g, config, causal
-        self._batch: int | str = "batch" if batched else 1
-        cos, sin = config.rope.tables(positions, config.head_dim)
-        self._cos, self._sin = g.constant("rotary_cos", cos), g.constant("rotary_sin", sin)
-        self._last_key = g.input(names.LAST_KEY, ir.DataType.INT32, [self._batch])
-        self._total = g.input(names.TOTAL_LENGTH, ir.DataType.INT32, [1])
-
-    def attend(
-        self, layer: int, query: ir.Value, key: ir.Value | None = None, value: ir.Value | None = None
-    ) -> ir.Value:
-        """Attention of one layer; ``query`` alone means fused query, key and value rows."""
-        c, g = self.config, self.g
-        shape: list[int | str] = [self._batch, c.num_kv_heads, "capacity", c.head_dim]
-        past = [g.input(names.past(kind, layer), ir.DataType.FLOAT, shape) for kind in ("key", "value")]
-        attributes = {} if self.causal else {"causal": 0}
-        out, present_key, present_value = g.op_multi(
-            "GroupQueryAttention",
-            [query, key, value, *past, self._last_key, self._total, self._cos, self._sin],
-            3,
-            domain=CONTRIB,
-            num_heads=c.num_heads,
-            kv_num_heads=c.num_kv_heads,
-            do_rotary=1,
-            rotary_interleaved=0,
-            scale=float(c.head_dim**-0.5),
-            **attributes,
-        )
-        g.output(present_key, names.present("key", layer), ir.DataType.FLOAT, shape)
-        g.output(present_value, names.present("value", layer), ir.DataType.FLOAT, shape)
-        return out

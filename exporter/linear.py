@@ -119,7 +119,7 @@ def quantise_channels(weight: Array) -> tuple[Array, Array]:
 
 def _quantise_rows(g: GraphBuilder, x: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
     """uint8 activations around 128, and the float32 scale ``[1, rows, 1]`` of each row."""
-    largest = g.op("ReduceMax", [g.op("Abs", [x]), g.ints(-1)], keepdims=1)
+    largest = g.row_max(g.op("Abs", [x]))
     step = g.op("Mul", [largest, g.constant("one_over_127", np.array(1 / _INT8_MAX, np.float32))])
     row_scale = g.op("Max", [step, g.constant("tiny", np.array(_TINY))])
     flat_scale = g.op("Reshape", [row_scale, g.ints(-1)])

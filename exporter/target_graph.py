@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from dflash_ort.exporter.attention import CachedAttention
 from dflash_ort.exporter.builder import Array, GraphBuilder
 from dflash_ort.exporter.checkpoint import DecoderConfig, TargetCheckpoint
-from dflash_ort.exporter.layers import CachedAttention, LayerBuilder
+from dflash_ort.exporter.layers import LayerBuilder
 from dflash_ort.exporter.linear import LinearWeights, Recipe
 from dflash_ort.models import graph_names as names
 
@@ -33,6 +34,7 @@ def build_target_graph(
     taps: tuple[int, ...],
     pad_attention: bool = True,
     batched: bool = False,
+    portable: bool = False,
 ) -> GraphBuilder:
     """The target as a graph.
 
@@ -41,9 +43,10 @@ def build_target_graph(
     stream is put out. ``pad_attention=False`` leaves the two gathers out: faster for one row and not exact; benchmarks
     and tests use it. ``batched`` adds an input `names.BATCH` and leaves them out too: one row each for several
     requests, or many rows for one (several rows each is more than ``GroupQueryAttention`` takes on a past).
+    ``portable``: see `GraphBuilder`.
     """
     config = checkpoint.config
-    g = GraphBuilder("target")
+    g = GraphBuilder("target", portable=portable)
     input_ids = g.input(names.INPUT_IDS, ir.DataType.INT64, [1, "rows"])
     pad = pad_attention and not batched
     query_rows = g.input(names.QUERY_ROWS, ir.DataType.INT64, ["attention_rows"]) if pad else None
@@ -94,7 +97,7 @@ def _head(g: GraphBuilder, checkpoint: TargetCheckpoint, layers: LayerBuilder, r
     head = LinearWeights("lm_head", config.hidden_size, vocab_size, head_rows(checkpoint, np.arange(vocab_size)))
     logits = layers.recipe["lm_head"].apply(g, normed, head, g.num_rows(normed))
     g.output(logits, names.LOGITS, ir.DataType.FLOAT, [1, "logits", vocab_size])
-    greedy = g.op("ArgMax", [logits], axis=-1, keepdims=0, select_last_index=0)
+    greedy = g.row_argmax(logits, vocab_size)
     g.output(greedy, names.GREEDY, ir.DataType.INT64, [1, "logits"])
 
 

@@ -17,9 +17,12 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from dflash_ort.errors import BundleError
 from dflash_ort.models.graph_names import DRAFT_VOCABULARY_FILE, EMBEDDING_FILE
-from dflash_ort.models.spec import DrafterSpec, ModelSpec
+from dflash_ort.models.spec import MAY_BE_ABSENT, DrafterSpec, ModelSpec
 
 FORMAT_VERSION = 1
+ONNXRUNTIME = "1.32"
+"""The oldest version that can load ordinary graphs."""
+PORTABLE_ONNXRUNTIME = "1.21"
 MANIFEST = "bundle.json"
 TARGET_GRAPH = "target.onnx"
 DRAFTER_GRAPH = "drafter.onnx"
@@ -92,6 +95,8 @@ class Manifest:
     self_check: SelfCheck | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """How the bundle was made: arguments, versions, source hashes."""
+    oldest_onnxruntime: str = field(default=ONNXRUNTIME, metadata=MAY_BE_ABSENT)
+    """The first version of ONNX Runtime that can load the graphs."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,9 @@ from dflash_ort.models.manifest import (
     read_manifest,
 )
 from dflash_ort.runtime.drafters import DFlashModel
-from dflash_ort.runtime.session import open_session
+from dflash_ort.runtime.session import Backend, open_session, runtime_version
 from dflash_ort.runtime.target import TargetModel
 from dflash_ort.runtime.text import Text
-
-DEFAULT_OPTIONS: Mapping[str, str] = {"session.force_spinning_stop": "1"}
-"""Each graph has a thread pool that spins while it waits, and while one graph runs the other's pool would take its
-cores:
-stopping the spin at the end of a run halved a round's time on two cores (docs/log.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +35,45 @@ class OpenBundle:
     dflash: DFlashModel | None
 
 
-def open_bundle(
-    directory: Path,
-    *,
-    threads: int,
-    session_options: Mapping[str, str],
-    with_drafter: bool,
-    verify_hashes: bool = False,
-) -> OpenBundle:
+def open_bundle(directory: Path, backend: Backend, *, with_drafter: bool, verify_hashes: bool = False) -> OpenBundle:
     """Read and check a bundle and load its graphs. Raises BundleError or ProviderError."""
     manifest = read_manifest(directory)
     check_files(directory, manifest, hashes=verify_hashes)
-    options = {**DEFAULT_OPTIONS, **session_options}
+    check_runtime(directory, manifest)
     text = Text(directory, manifest)
-    target = TargetModel(open_session(directory / TARGET_GRAPH, threads=threads, options=options), manifest.target)
+    target = TargetModel(open_session(directory / TARGET_GRAPH, backend), manifest.target)
     dflash = None
     if with_drafter and manifest.drafter.kind == "dflash":
-        dflash = DFlashModel(
-            *(open_session(directory / graph, threads=threads, options=options) for graph in _drafter(manifest)),
-            spec=manifest.drafter,
-            vocabulary=_draft_vocabulary(directory, manifest),
-            hidden_width=len(manifest.target.tapped_layers) * manifest.target.hidden_size,
-        )
+        _, dflash = open_drafter(directory, manifest, backend)
     return OpenBundle(manifest, text, target, dflash)
+
+
+def open_drafter(
+    directory: Path, manifest: Manifest, backend: Backend, *, profile: Path | None = None
+) -> tuple[dict[str, Any], DFlashModel]:
+    """A model drafter's sessions by graph, and the drafter. ``profile``: as of `open_session`, for each of them."""
+    sessions = {graph: open_session(directory / graph, backend, profile=profile) for graph in _drafter(manifest)}
+    model = DFlashModel(
+        *sessions.values(),
+        spec=manifest.drafter,
+        vocabulary=_draft_vocabulary(directory, manifest),
+        hidden_width=len(manifest.target.tapped_layers) * manifest.target.hidden_size,
+    )
+    return sessions, model
+
+
+def check_runtime(directory: Path, manifest: Manifest) -> None:
+    """Raise BundleError where this ONNX Runtime is older than a bundle's graphs need."""
+    if _numbers(runtime_version()) < _numbers(manifest.oldest_onnxruntime):
+        raise BundleError(
+            f"'{directory}' needs ONNX Runtime {manifest.oldest_onnxruntime}, this is {runtime_version()}; "
+            "upgrade it, or export with --portable"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
 def _drafter(manifest: Manifest) -> tuple[str, ...]:
@@ -87,7 +99,7 @@ def graph_signatures(directory: Path, manifest: Manifest) -> dict[str, dict[str,
     graphs = [TARGET_GRAPH, *(_drafter(manifest) if manifest.drafter.kind == "dflash" else ())]
     signatures = {}
     for graph in graphs:
-        session = open_session(directory / graph, threads=1, options={})
+        session = open_session(directory / graph, Backend(threads=1))
         sides = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
         signatures[graph] = {
             side: {

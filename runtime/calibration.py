@@ -20,6 +20,7 @@ from dflash_ort.runtime.bundle import OpenBundle
 from dflash_ort.runtime.cache import KVCache
 from dflash_ort.runtime.drafters import NgramDrafter
 from dflash_ort.runtime.machine import machine_key
+from dflash_ort.runtime.session import Backend
 from dflash_ort.runtime.stored import load_json, store_json
 
 CALIBRATION_VERSION = 3
@@ -72,11 +73,11 @@ def calibrate(bundle: OpenBundle, *, progress: Progress = silent, seconds: float
     )
 
 
-def known_costs(manifest: Manifest, threads: int) -> tuple[CostTable | None, str | None]:
-    """The table measured for just this bundle, machine, threads and runtime, if there is one; and a warning, if it is
+def known_costs(manifest: Manifest, backend: Backend) -> tuple[CostTable | None, str | None]:
+    """The table measured for just this bundle, machine, backend and runtime, if there is one; and a warning, if it is
     damaged.
     """
-    path = costs_path(manifest, threads)
+    path = costs_path(manifest, backend)
     if not os.path.isfile(path):  # nor where the cache cannot be looked into: writing will say so, once
         return None, None
     raw, warning = load_json(path, "the calibration")
@@ -88,14 +89,14 @@ def known_costs(manifest: Manifest, threads: int) -> tuple[CostTable | None, str
         return None, f"the calibration '{path}' is damaged ({error}); it is measured again"
 
 
-def remember_costs(manifest: Manifest, threads: int, costs: CostTable) -> str | None:
+def remember_costs(manifest: Manifest, backend: Backend, costs: CostTable) -> str | None:
     """Keep a table; returns a warning where that was not possible."""
-    return store_json(costs_path(manifest, threads), asdict(costs), "the calibration")
+    return store_json(costs_path(manifest, backend), asdict(costs), "the calibration")
 
 
-def costs_path(manifest: Manifest, threads: int) -> Path:
-    """Where the table for this bundle, machine, threads and runtime lies."""
-    key = machine_key(bundle=manifest.identity, threads=threads, calibration=CALIBRATION_VERSION)
+def costs_path(manifest: Manifest, backend: Backend) -> Path:
+    """Where the table for this bundle, machine, backend and runtime lies."""
+    key = machine_key(backend, bundle=manifest.identity, calibration=CALIBRATION_VERSION)
     return cache_dir() / "calibration" / f"{key}.json"
 
 

@@ -12,6 +12,7 @@ from dflash_ort.controller.protocol import Controller
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.runtime.calibration import SECONDS, known_costs, remember_costs
 from dflash_ort.runtime.policies import named_controller, reads_costs
+from dflash_ort.runtime.session import Backend
 
 logger = logging.getLogger("dflash_ort")
 
@@ -24,9 +25,9 @@ class Controllers:
     """
 
     def __init__(
-        self, manifest: Manifest, threads: int, measure: Callable[[float], CostTable] | None, policy: Policy
+        self, manifest: Manifest, backend: Backend, measure: Callable[[float], CostTable] | None, policy: Policy
     ) -> None:
-        self._manifest, self._threads, self._measure, self._policy = manifest, threads, measure, policy
+        self._manifest, self._backend, self._measure, self._policy = manifest, backend, measure, policy
         self._costs: CostTable | None = None
         self._made: dict[str, Controller] = {}
 
@@ -42,7 +43,7 @@ class Controllers:
     def costs(self) -> CostTable:
         """What passes cost here: measured once for this bundle and machine, and kept; else a generic shape."""
         if self._costs is None:
-            known, warning = known_costs(self._manifest, self._threads)
+            known, warning = known_costs(self._manifest, self._backend)
             if warning:
                 logger.warning("%s", warning)
             self._costs = known or (GENERIC_COSTS if self._measure is None else self._measured(self._measure))
@@ -50,7 +51,7 @@ class Controllers:
 
     def _measured(self, measure: Callable[[float], CostTable]) -> CostTable:
         costs = measure(SECONDS)
-        if warning := remember_costs(self._manifest, self._threads, costs):
+        if warning := remember_costs(self._manifest, self._backend, costs):
             logger.warning("%s", warning)
         return costs
 

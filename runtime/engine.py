@@ -27,14 +27,15 @@ from dflash_ort.runtime.answer import Answer
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
 from dflash_ort.runtime.cache import KVCache, Slot
 from dflash_ort.runtime.calibration import calibrate, remember_costs
+from dflash_ort.runtime.choice import resolve_backend
 from dflash_ort.runtime.controllers import Controllers, plain_pass
-from dflash_ort.runtime.decoding import PREFILL_CHUNK, Decoding, pieces_of
+from dflash_ort.runtime.decoding import Decoding, pieces_of
 from dflash_ort.runtime.drafters import DFlashDrafter, Drafter, NgramDrafter
 from dflash_ort.runtime.exactness import make_exact
 from dflash_ort.runtime.policies import bundle_policy, check_controller
 from dflash_ort.runtime.roundlog import RoundLog
 from dflash_ort.runtime.sampler import Sampler
-from dflash_ort.runtime.session import default_threads, runtime_version
+from dflash_ort.runtime.session import Backend, runtime_version
 from dflash_ort.runtime.statistics import StatisticsBuilder
 from dflash_ort.runtime.stream import Generation, Lease, Stream
 from dflash_ort.runtime.text import Prompt
@@ -58,7 +59,7 @@ class Engine:
         *,
         max_context: int,
         exact: bool,
-        threads: int,
+        backend: Backend,
         drafter: DrafterName,
         controller: str,
         calibrate: bool = True,
@@ -67,11 +68,11 @@ class Engine:
     ) -> None:
         self._bundle: OpenBundle | None = bundle
         self.manifest: Manifest = bundle.manifest
-        self.max_context, self.exact, self.threads = max_context, exact, threads
+        self.max_context, self.exact, self.backend = max_context, exact, backend
         self._drafter_name, self._controller_name = drafter, controller
         self.policy = policy
         self._progress = progress
-        self._controllers = Controllers(bundle.manifest, threads, self._measure if calibrate else None, policy)
+        self._controllers = Controllers(bundle.manifest, backend, self._measure if calibrate else None, policy)
         self._log: RoundLog | None = None
         self._free: list[Slot] = []
         self._turn = threading.Lock()
@@ -82,11 +83,16 @@ class Engine:
         cls,
         directory: str | Path,
         *,
-        threads: int | None = None,
         drafter: DrafterName = "auto",
         controller: str = DEFAULT_CONTROLLER,
         max_context: int | None = None,
         allow_inexact: bool = False,
+        threads: int | None = None,
+        provider: str = "auto",
+        fpmath: str | None = None,
+        cpus: Sequence[int] = (),
+        spinning: str = "stop",
+        shared_pool: bool = False,
         session_options: Mapping[str, str] | None = None,
         calibrate: bool = True,
         log: str | Path | None = None,
@@ -95,38 +101,38 @@ class Engine:
     ) -> Engine:
         """Load a bundle.
 
-        ``threads``: None takes the physical cores. ``drafter``: "auto" is the bundle's own, and for the adaptive
-        controller n-gram lookup too. ``controller``: "adaptive", "off", "fixed:N", "fixed:max" or another rule's name.
-        ``max_context``: most tokens of prompt and answer, at most the bundle's. ``session_options``: ONNX Runtime
-        session options by name. ``calibrate``: measure what passes cost here, once, where the controller needs it.
-        ``log``: a file for the round log, without text unless ``log_text``. ``progress`` is told of slow steps.
+        ``drafter``: "auto" is the bundle's own, and for the adaptive controller n-gram lookup too. ``controller``:
+        "adaptive", "off", "fixed:N", "fixed:max" or another rule's name. ``max_context``: most tokens of prompt and
+        answer, at most the bundle's. ``provider``: "cpu", "dnnl", "openvino", or "auto" for the fastest that is exact;
+        ``threads``, ``fpmath``, ``cpus``, ``spinning``, ``shared_pool``, ``session_options``: see `Backend`.
+        ``calibrate``: measure passes and providers here, once, where that is needed. ``log``: a file for the round log,
+        without text unless ``log_text``. ``progress`` is told of slow steps.
 
         Raises BundleError for a directory that is not a usable bundle, InexactError when this machine does not
         compute rows independently of each other (unless ``allow_inexact``; results then say ``exact=False``),
         ProviderError for options.
         """
-        threads = default_threads() if threads is None else threads
         check_controller(controller)
-        bundle = open_bundle(
+        backend = resolve_backend(
             Path(directory),
+            provider=provider,
+            measure=calibrate,
+            progress=progress,
             threads=threads,
-            session_options=session_options or {},
-            with_drafter=_check_drafter(drafter) in ("auto", "dflash"),
+            fpmath=fpmath,
+            cpus=cpus,
+            spinning=spinning,
+            shared_pool=shared_pool,
+            session_options=session_options,
         )
+        bundle = open_bundle(Path(directory), backend, with_drafter=_check_drafter(drafter) in ("auto", "dflash"))
         limit = bundle.manifest.target.max_context
         if max_context is not None and not 2 <= max_context <= limit:
             raise RequestError(f"max_context is {max_context}; this bundle was exported for 2 to {limit}")
         context = max_context or limit
         exact = True
         try:
-            make_exact(
-                bundle.target,
-                identity=bundle.manifest.identity,
-                threads=threads,
-                prefill_chunk=PREFILL_CHUNK,
-                max_context=limit,
-                progress=progress,
-            )
+            make_exact(bundle.target, identity=bundle.manifest.identity, backend=backend, progress=progress)
         except InexactError:
             if not allow_inexact:
                 raise
@@ -135,7 +141,7 @@ class Engine:
             bundle,
             max_context=context,
             exact=exact,
-            threads=threads,
+            backend=backend,
             drafter=drafter,
             controller=controller,
             calibrate=calibrate,
@@ -349,7 +355,7 @@ class Engine:
         Returns them, and a warning where they could not be kept.
         """
         costs = self._measure(seconds)
-        return costs, remember_costs(self.manifest, self.threads, costs)
+        return costs, remember_costs(self.manifest, self.backend, costs)
 
     def _measure(self, seconds: float) -> CostTable:
         with self._turn:
@@ -363,7 +369,7 @@ class Engine:
                 "identity": self.manifest.identity,
                 "precision": self.manifest.precision,
             },
-            "machine": {"cpu": machine.cpu_model(), "threads": self.threads, "onnxruntime": runtime_version()},
+            "machine": {"cpu": machine.cpu_model(), "onnxruntime": runtime_version(), **self.backend.key()},
             "exact": self.exact,
         }
 

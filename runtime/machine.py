@@ -8,7 +8,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from dflash_ort.runtime.session import PROVIDER, runtime_version
+from dflash_ort.runtime.session import Backend, runtime_version
 
 # What decides which kernels ONNX Runtime and its libraries take.
 _TELLING_FLAGS = (
@@ -59,13 +59,13 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(flag for flag in _TELLING_FLAGS if flag in flags)
 
 
-def machine_key(**parts: object) -> str:
+def machine_key(backend: Backend, **parts: object) -> str:
     """A short hash of everything that bits and speed depend on here, and of ``parts``."""
     everything = {
         "cpu": cpu_model(),
         "features": cpu_features(),
         "onnxruntime": runtime_version(),
-        "provider": PROVIDER,
+        **backend.key(),
         **parts,
     }
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]

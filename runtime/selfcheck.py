@@ -25,7 +25,7 @@ from dflash_ort.runtime.bundle import OpenBundle, open_bundle
 from dflash_ort.runtime.decoding import PREFILL_CHUNK
 from dflash_ort.runtime.engine import Engine
 from dflash_ort.runtime.exactness import least_exact_floor
-from dflash_ort.runtime.session import default_threads, runtime_version
+from dflash_ort.runtime.session import Backend, runtime_version
 from dflash_ort.runtime.target import TargetModel
 
 DRAFT_TOKENS = 48
@@ -38,17 +38,13 @@ def check_bundle(directory: Path, reference: Path | None, *, progress: Progress 
     Raises BundleError when logits are not finite.
     """
     texts = selfcheck_texts()
-    threads = default_threads()
-    bundle = open_bundle(directory, threads=threads, session_options={}, with_drafter=False)
-    twin = (
-        bundle if reference is None else open_bundle(reference, threads=threads, session_options={}, with_drafter=False)
-    )
+    backend = Backend.of()
+    bundle = open_bundle(directory, backend, with_drafter=False)
+    twin = bundle if reference is None else open_bundle(reference, backend, with_drafter=False)
     quality = _quality(bundle, twin, texts, progress)
     del twin
     progress("self-check: rows independent of their neighbours")
-    floor = least_exact_floor(
-        bundle.target, prefill_chunk=PREFILL_CHUNK, max_context=bundle.manifest.target.max_context
-    )
+    floor = least_exact_floor(bundle.target)
     has_drafter = bundle.manifest.drafter.kind == "dflash"
     del bundle
     drafter = _drafter(directory, texts, progress) if has_drafter else None
@@ -146,7 +142,7 @@ class _WholeBlocks(FixedLength):
 def _drafter(directory: Path, texts: CheckTexts, progress: Progress) -> DrafterCheck:
     """Acceptance of whole blocks under greedy decoding."""
     counter = _WholeBlocks()
-    with Engine.load(directory, allow_inexact=True) as engine:
+    with Engine.load(directory, provider="cpu", allow_inexact=True) as engine:
         for done, prompt in enumerate(texts.prompts):
             progress("self-check: drafter", done / len(texts.prompts))
             with suppress(RequestError):  # a prompt that does not fit a small context

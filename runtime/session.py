@@ -1,21 +1,31 @@
-"""Opens graphs under ONNX Runtime: the options we allow, the threads we use, and errors in our own words."""
+"""Opens graphs under ONNX Runtime: who computes, on which threads, with which options, and errors in our own words."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# Before the import: an on-prem product does not phone home.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-import onnxruntime as ort
-
+from dflash_ort.defaults import SPINNINGS, Provider, Spinning
 from dflash_ort.errors import BundleError, ProviderError
+from dflash_ort.runtime.ort import ort
+from dflash_ort.runtime.providers import (
+    EXECUTION_PROVIDERS,
+    check_provider,
+    effective_fpmath,
+    provider_chain,
+    use_fpmath,
+)
 
-PROVIDER = "CPUExecutionProvider"
 MAX_THREADS = 512
+
+_SPINNING: Mapping[Spinning, Mapping[str, str]] = {
+    "stop": {"session.force_spinning_stop": "1"},
+    "always": {},
+    "never": {"session.intra_op.allow_spinning": "0"},
+}
 
 # ONNX Runtime accepts any name silently, so a misspelt one would do nothing and say nothing.
 SESSION_OPTIONS = frozenset(
@@ -33,11 +43,119 @@ _REFUSED = {
     "session.disable_prepacking": "it makes a row's bits depend on its neighbours: speculation would not be lossless",
 }
 
+_shared_pool_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What an engine's graphs run on. Make it with `Backend.of`, which checks it.
+
+    ``fpmath``: oneDNN's mode, None for other providers. ``cpus``: logical processors to pin the pools' threads to, one
+    each. ``spinning``: whether a pool's threads wait for work busily: until their graph's run ends ("stop"), all the
+    time, or not at all. Each graph has a pool, and one that spins takes the cores of the other that works: stopping at
+    the end of a run halved a round's time on two cores (docs/log.md). ``shared_pool``: one pool for all graphs of the
+    process instead of one each.
+    """
+
+    threads: int
+    provider: Provider = "cpu"
+    fpmath: str | None = None
+    cpus: tuple[int, ...] = ()
+    spinning: Spinning = "stop"
+    shared_pool: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        threads: int | None = None,
+        provider: str = "cpu",
+        fpmath: str | None = None,
+        cpus: Sequence[int] = (),
+        spinning: str = "stop",
+        shared_pool: bool = False,
+        session_options: Mapping[str, str] | None = None,
+    ) -> Backend:
+        """A checked one; ``threads`` None: one for each of ``cpus``, or the physical cores. Raises ProviderError."""
+        if threads is None:
+            threads = len(cpus) or default_threads()
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+            raise ProviderError(f"threads is {threads!r}; expected a whole number, 1 to {MAX_THREADS}")
+        how = next((name for name in SPINNINGS if name == spinning), None)
+        if how is None:
+            raise ProviderError(f"unknown spinning '{spinning}'; expected {', '.join(SPINNINGS)}")
+        known = check_provider(provider)
+        _check_cpus(cpus, threads, shared_pool)
+        _check_session_options(session_options or {})
+        mode = effective_fpmath(known, fpmath)
+        return cls(threads, known, mode, tuple(cpus), how, shared_pool, dict(session_options or {}))
+
+    def under(self, provider: Provider) -> Backend:
+        """The same with another provider, at its own fpmath mode. Raises ProviderError when it is not installed."""
+        return replace(self, provider=check_provider(provider), fpmath=effective_fpmath(provider, None))
+
+    def key(self) -> dict[str, Any]:
+        """What bits and speed depend on."""
+        described: dict[str, Any] = {"provider": EXECUTION_PROVIDERS[self.provider], "threads": self.threads}
+        more = {
+            "fpmath": self.fpmath,
+            "cpus": self.cpus,
+            "spinning": self.spinning if self.spinning != "stop" else None,
+            "shared_pool": self.shared_pool,
+            "options": dict(self.options),
+        }
+        return described | {name: value for name, value in more.items() if value}
+
+    def session_options(self) -> dict[str, str]:
+        """ONNX Runtime's, by name."""
+        # The pool's first thread is the caller's own, which stays where it is; ONNX Runtime counts processors from 1.
+        pinned = ";".join(str(cpu + 1) for cpu in self.cpus[1:])
+        affinities = {"session.intra_op_thread_affinities": pinned} if pinned else {}
+        return {**_SPINNING[self.spinning], **affinities, **self.options}
+
+
+def open_session(path: Path, backend: Backend, *, profile: Path | None = None) -> Any:
+    """An InferenceSession. ``profile``: write a profile of its runs to files whose names begin so.
+
+    Raises ProviderError or BundleError with ONNX Runtime's reason in one line.
+    """
+    use_fpmath(backend.fpmath)
+    so = ort.SessionOptions()
+    so.log_severity_level = 3
+    if backend.shared_pool:
+        _share_pool(backend.threads)
+        so.use_per_session_threads = False
+    else:
+        so.intra_op_num_threads = backend.threads
+    for name, value in backend.session_options().items():
+        so.add_session_config_entry(name, value)
+    if profile is not None:
+        so.enable_profiling, so.profile_file_prefix = True, os.fspath(profile)
+    try:
+        session = ort.InferenceSession(
+            os.fspath(path), so, providers=provider_chain(backend.provider), enable_fallback=0
+        )
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        reason = str(error).splitlines()[0]
+        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason}") from error
+    if EXECUTION_PROVIDERS[backend.provider] not in session.get_providers():
+        raise ProviderError(f"provider '{backend.provider}' did not start for '{path}'; choose provider cpu")
+    return session
+
 
 def default_threads() -> int:
     """Physical cores this process may use: a second hardware thread shares the arithmetic units it would need."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    return max(len({_core_of(cpu) for cpu in allowed}), 1)
+    return max(len({_core_of(cpu) for cpu in _allowed_cpus()}), 1)
+
+
+def runtime_version() -> str:
+    """ONNX Runtime's version."""
+    return str(ort.__version__)
+
+
+def _allowed_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _core_of(cpu: int) -> str:
@@ -47,7 +165,22 @@ def _core_of(cpu: int) -> str:
         return str(cpu)
 
 
-def check_session_options(options: Mapping[str, str]) -> None:
+def _check_cpus(cpus: Sequence[int], threads: int, shared_pool: bool) -> None:
+    if not cpus:
+        return
+    allowed = _allowed_cpus()
+    missing = [cpu for cpu in cpus if cpu not in allowed]
+    if missing:
+        raise ProviderError(
+            f"this process may not use processor {missing[0]}; it may use {', '.join(map(str, sorted(allowed)))}"
+        )
+    if len(set(cpus)) != len(cpus) or len(cpus) != threads:
+        raise ProviderError(f"cpus is {list(cpus)} for {threads} threads; expected as many different processors")
+    if shared_pool:
+        raise ProviderError("the shared pool's threads cannot be pinned; choose cpus or the shared pool")
+
+
+def _check_session_options(options: Mapping[str, str]) -> None:
     """Raise ProviderError for a session option that is unknown or would break exactness."""
     for name in options:
         if name in _REFUSED:
@@ -58,30 +191,14 @@ def check_session_options(options: Mapping[str, str]) -> None:
             raise ProviderError(f"session option '{name}' is {options[name]!r}; expected text, such as '1'")
 
 
-def open_session(path: Path, *, threads: int, options: Mapping[str, str]) -> Any:
-    """An InferenceSession on the CPU provider. Raises ProviderError or BundleError with ONNX Runtime's reason in one
-    line.
-    """
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise ProviderError(f"threads is {threads!r}; expected a whole number, 1 to {MAX_THREADS}")
-    check_session_options(options)
-    so = ort.SessionOptions()
-    so.intra_op_num_threads = threads
-    so.log_severity_level = 3
-    for name, value in options.items():
-        so.add_session_config_entry(name, value)
+def _share_pool(threads: int) -> None:
+    """Make the process's one pool, or find it made with as many threads. Raises ProviderError."""
+    global _shared_pool_threads
+    if _shared_pool_threads == threads:
+        return
     try:
-        return ort.InferenceSession(os.fspath(path), so, providers=[PROVIDER], enable_fallback=0)
-    except Exception as error:  # ONNX Runtime's exceptions share no base class
-        reason = str(error).splitlines()[0]
-        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason}") from error
-
-
-def runtime_version() -> str:
-    """ONNX Runtime's version."""
-    return str(ort.__version__)
-
-
-def available_providers() -> list[str]:
-    """The providers that this build of ONNX Runtime has."""
-    return list(ort.get_available_providers())
+        ort.set_global_thread_pool_sizes(threads, 1)
+    except Exception as error:  # as above
+        had = f"it has {_shared_pool_threads} threads" if _shared_pool_threads else "graphs were loaded without it"
+        raise ProviderError(f"this process's shared pool cannot have {threads} threads any more: {had}") from error
+    _shared_pool_threads = threads

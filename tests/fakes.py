@@ -24,6 +24,7 @@ from dflash_ort.runtime.decoding import Decoding
 from dflash_ort.runtime.drafters import Drafter, GoOn, NoDrafter
 from dflash_ort.runtime.engine import Engine, Generation
 from dflash_ort.runtime.sampler import Sampler
+from dflash_ort.runtime.session import Backend
 from dflash_ort.runtime.statistics import StatisticsBuilder
 from dflash_ort.runtime.target import TargetModel, TargetPass
 from dflash_ort.runtime.text import Detokenizer, Text
@@ -324,7 +325,7 @@ def fake_engine(
         bundle,
         max_context=max_context or target.spec.max_context,
         exact=True,
-        threads=1,
+        backend=Backend(threads=1),
         drafter="none",
         controller="fixed:max",
     )

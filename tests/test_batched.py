@@ -14,6 +14,7 @@ from dflash_ort.params import SamplingParams
 from dflash_ort.runtime.batched import BatchedTarget
 from dflash_ort.runtime.bundle import open_bundle
 from dflash_ort.runtime.engine import Engine
+from dflash_ort.runtime.session import Backend
 
 TAPS = (0, 2)
 """What the tiny drafter taps, and so the bundle to compare with."""
@@ -46,7 +47,7 @@ class TestBatchedTarget:
     def test_logits_and_residuals_are_the_ordinary_graphs(
         self, precision: Precision, checkpoint: Path, work: Path, tiny_bundle: Callable[..., Path]
     ) -> None:
-        ordinary = open_bundle(tiny_bundle(precision), threads=1, session_options={}, with_drafter=False).target
+        ordinary = open_bundle(tiny_bundle(precision), Backend(1), with_drafter=False).target
         model = open_target(checkpoint, work, precision=precision, taps=TAPS, slots=3, threads=1).model
         (ids,) = texts(300)
         cache = ordinary.new_cache(310)

@@ -73,6 +73,7 @@ class TestExport:
             "precision": "fp32",
             "draft_precision": "int8",
             "max_context": None,
+            "portable": False,
         }
         named = call("run", home.bundle, "Hello", "--max-new-tokens", 5)
         assert named.code == 0
@@ -252,7 +253,12 @@ class TestRun:
         del arrived["progress"], arrived["path"]
         expected = {"threads": 3, "max_context": 99, "allow_inexact": True, "drafter": "ngram"}
         expected |= {"controller": "fixed:2", "session_options": {"a": "b=c", "d": ""}}
-        assert arrived == {**expected, "calibrate": True, "log": None, "log_text": False}
+        backend = {"provider": "auto", "fpmath": None, "cpus": (), "spinning": "stop", "shared_pool": False}
+        assert arrived == {**expected, **backend, "calibrate": True, "log": None, "log_text": False}
+        assert call("run", "Hello", "--cpus=0-2,5", "--provider=dnnl", "--fpmath=bf16", "--spinning=never").error
+        assert (arrived["cpus"], arrived["provider"], arrived["fpmath"]) == ((0, 1, 2, 5), "dnnl", "bf16")
+        for wrong in ("a", "1-", "-1", "", "1,,2"):
+            assert f"'{wrong}' is not a list of processors" in call("run", "Hello", f"--cpus={wrong}").error
 
 
 class TestInspect:
@@ -278,7 +284,14 @@ class TestDoctor:
     def test_with_a_default_bundle(self, home: Home) -> None:
         shown = call("doctor")
         assert shown.code == 0
-        for part in (__version__, "CPUExecutionProvider", str(home.bundle), "exact here", DEFAULT_CONTROLLER):
+        for part in (
+            __version__,
+            "dnnl is not here (no wheel has it",
+            "provider cpu (the only one installed)",
+            str(home.bundle),
+            "exact here",
+            DEFAULT_CONTROLLER,
+        ):
             assert part in shown.out
         assert json_of(call("doctor", "--json"))["exact here"].startswith("yes")
 

@@ -23,6 +23,7 @@ from dflash_ort.runtime import calibration
 from dflash_ort.runtime.bundle import OpenBundle, open_bundle
 from dflash_ort.runtime.calibration import calibrate, costs_path, known_costs, remember_costs
 from dflash_ort.runtime.engine import Engine
+from dflash_ort.runtime.session import Backend
 from tests.tiny import TinyShape
 
 TABLE = CostTable(
@@ -156,7 +157,7 @@ class TestDrift:
 
 @pytest.fixture(scope="module")
 def opened(tiny_bundle: Callable[..., Path]) -> OpenBundle:
-    return open_bundle(tiny_bundle("fp32"), threads=1, session_options={}, with_drafter=True)
+    return open_bundle(tiny_bundle("fp32"), Backend(1), with_drafter=True)
 
 
 @pytest.fixture(autouse=True)
@@ -190,15 +191,13 @@ def test_calibration_covers_the_bundle(opened: OpenBundle) -> None:
 
 
 def test_calibration_without_a_drafter(tiny_bundle: Callable[..., Path]) -> None:
-    bundle = open_bundle(tiny_bundle("fp32"), threads=1, session_options={}, with_drafter=False)
+    bundle = open_bundle(tiny_bundle("fp32"), Backend(1), with_drafter=False)
     check_table(measured(bundle), drafter=False)
 
 
 @pytest.mark.parametrize("context", [2, 3, 12, 20, 83])
 def test_calibration_where_there_is_hardly_any_context(tiny_bundle: Callable[..., Path], context: int) -> None:
-    bundle = open_bundle(
-        tiny_bundle("fp32", shape=TinyShape(context=context)), threads=1, session_options={}, with_drafter=True
-    )
+    bundle = open_bundle(tiny_bundle("fp32", shape=TinyShape(context=context)), Backend(1), with_drafter=True)
     table = measured(bundle)
     check_table(table, drafter=True)
     assert max(table.rows) <= max(context, 1)
@@ -214,19 +213,21 @@ def test_an_engine_for_short_contexts_measures_for_long_ones_too(tiny_bundle: Ca
 
 def test_what_was_measured_is_kept(opened: OpenBundle) -> None:
     manifest = opened.manifest
-    assert known_costs(manifest, 1) == (None, None)
-    assert remember_costs(manifest, 1, TABLE) is None
-    assert known_costs(manifest, 1) == (TABLE, None)
-    assert [p.suffix for p in costs_path(manifest, 1).parent.iterdir()] == [".json"], "nothing half-written is left"
+    assert known_costs(manifest, Backend(1)) == (None, None)
+    assert remember_costs(manifest, Backend(1), TABLE) is None
+    assert known_costs(manifest, Backend(1)) == (TABLE, None)
+    assert [p.suffix for p in costs_path(manifest, Backend(1)).parent.iterdir()] == [".json"], (
+        "nothing half-written is left"
+    )
 
 
 def test_a_table_for_anything_else_is_not_used(opened: OpenBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = opened.manifest
-    remember_costs(manifest, 1, TABLE)
-    assert known_costs(manifest, 2) == (None, None)
-    assert known_costs(replace(manifest, files={}), 1) == (None, None)
+    remember_costs(manifest, Backend(1), TABLE)
+    assert known_costs(manifest, Backend(2)) == (None, None)
+    assert known_costs(replace(manifest, files={}), Backend(1)) == (None, None)
     monkeypatch.setattr(calibration, "CALIBRATION_VERSION", 999)
-    assert known_costs(manifest, 1) == (None, None)
+    assert known_costs(manifest, Backend(1)) == (None, None)
     monkeypatch.undo()
 
 
@@ -234,10 +235,10 @@ def test_a_table_for_anything_else_is_not_used(opened: OpenBundle, monkeypatch: 
 def test_a_table_of_another_machine_is_not_used(
     opened: OpenBundle, monkeypatch: pytest.MonkeyPatch, part: str, tmp_path: Path
 ) -> None:
-    remember_costs(opened.manifest, 1, TABLE)
-    assert known_costs(opened.manifest, 1)[0] is not None
+    remember_costs(opened.manifest, Backend(1), TABLE)
+    assert known_costs(opened.manifest, Backend(1))[0] is not None
     monkeypatch.setattr(f"dflash_ort.runtime.machine.{part}", lambda: "another")
-    assert known_costs(opened.manifest, 1) == (None, None)
+    assert known_costs(opened.manifest, Backend(1)) == (None, None)
 
 
 def damaged() -> dict[str, str]:
@@ -271,10 +272,10 @@ def damaged() -> dict[str, str]:
 
 @pytest.mark.parametrize("how", sorted(damaged()))
 def test_a_damaged_table_is_refused_with_one_warning(opened: OpenBundle, how: str) -> None:
-    path = costs_path(opened.manifest, 1)
+    path = costs_path(opened.manifest, Backend(1))
     path.parent.mkdir(parents=True)
     path.write_text(damaged()[how], encoding="utf-8")
-    table, warning = known_costs(opened.manifest, 1)
+    table, warning = known_costs(opened.manifest, Backend(1))
     assert table is None
     assert warning is not None
     assert str(path) in warning
@@ -294,18 +295,18 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_damaged_table_is_made_again(tiny_bundle: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     bundle = tiny_bundle("fp32")
     first = answer(bundle)
-    path = costs_path(open_manifest(bundle), 1)
+    path = costs_path(open_manifest(bundle), Backend(1))
     path.write_text("{", encoding="utf-8")
     assert not warnings_of(caplog)
     assert answer(bundle) == first
     assert len(warnings_of(caplog)) == 1
-    assert known_costs(open_manifest(bundle), 1)[0] is not None
+    assert known_costs(open_manifest(bundle), Backend(1))[0] is not None
     assert answer(bundle) == first
     assert len(warnings_of(caplog)) == 1, "what was made again is whole"
 
 
 def open_manifest(bundle: Path) -> Any:
-    return open_bundle(bundle, threads=1, session_options={}, with_drafter=False).manifest
+    return open_bundle(bundle, Backend(1), with_drafter=False).manifest
 
 
 @pytest.mark.parametrize("how", ["a file in its place", "read-only"])

@@ -20,6 +20,7 @@ from dflash_ort.distill.shards import is_held_out, read_dialogues, read_info, re
 from dflash_ort.distill.target import DataTarget, open_target
 from dflash_ort.errors import BundleError, CheckpointError, RequestError
 from dflash_ort.runtime.bundle import open_bundle
+from dflash_ort.runtime.session import Backend
 from dflash_ort.runtime.target import TargetModel
 from tests.tiny import TinyShape, write_target
 
@@ -35,7 +36,7 @@ def target(checkpoint: Path, work: Path) -> DataTarget:
 
 @pytest.fixture(scope="module")
 def reference(tiny_bundle: Callable[..., Path]) -> TargetModel:
-    return open_bundle(tiny_bundle("fp32"), threads=1, session_options={}, with_drafter=False).target
+    return open_bundle(tiny_bundle("fp32"), Backend(1), with_drafter=False).target
 
 
 class TestTarget:

@@ -23,6 +23,7 @@ from dflash_ort.exporter.linear import Precision
 from dflash_ort.models.manifest import read_manifest
 from dflash_ort.runtime.bundle import open_bundle
 from dflash_ort.runtime.drafters import DFlashModel
+from dflash_ort.runtime.session import Backend
 from tests.tiny import EXTENSIONS, TinyShape, edit_tensors, write_target
 
 TAPS = (0, 2)
@@ -80,7 +81,7 @@ def written(drafter: Drafter, directory: Path, vocabulary: np.ndarray | None = N
 def export(target: TargetCheckpoint, directory: Path, precision: Precision = "fp32") -> DFlashModel:
     options = ExportOptions(draft_precision=precision)
     export_bundle(target, read_drafter(directory), directory.parent / "bundle", options, force=True)
-    bundle = open_bundle(directory.parent / "bundle", threads=1, session_options={}, with_drafter=True)
+    bundle = open_bundle(directory.parent / "bundle", Backend(1), with_drafter=True)
     assert bundle.dflash is not None
     return bundle.dflash
 

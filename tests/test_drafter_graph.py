@@ -21,6 +21,7 @@ from dflash_ort.exporter.linear import Precision
 from dflash_ort.runtime.bundle import open_bundle
 from dflash_ort.runtime.cache import KVCache
 from dflash_ort.runtime.drafters import DFlashModel
+from dflash_ort.runtime.session import Backend
 from tests.tiny import TinyShape, byte_tokenizer, edit_config, edit_tensors, write_drafter, write_target
 
 TOKENS = len(byte_tokenizer().get_vocab())
@@ -67,7 +68,7 @@ def export_pair(directory: Path, target: Path, drafter: Path, precision: Precisi
         ExportOptions(precision=precision, draft_precision=precision),
         force=True,
     )
-    bundle = open_bundle(directory / "bundle", threads=2, session_options={}, with_drafter=True)
+    bundle = open_bundle(directory / "bundle", Backend(2), with_drafter=True)
     assert bundle.dflash is not None
     return Pair(target, drafter, bundle.dflash)
 

@@ -17,6 +17,7 @@ from dflash_ort.exporter.export import ExportOptions, export_bundle, read_target
 from dflash_ort.exporter.gguf_reader import unpermute
 from dflash_ort.exporter.hf_reader import llama_tensor_shapes
 from dflash_ort.runtime.bundle import open_bundle
+from dflash_ort.runtime.session import Backend
 from tests.tiny import CHAT_TEMPLATE, SPECIALS, TinyShape, write_target
 
 Fields = dict[str, Any]
@@ -184,7 +185,7 @@ class TestRoundTrip:
         answers = []
         for name, checkpoint in (("directory", source), ("file", whole)):
             export_bundle(read_target(checkpoint), "none", tmp_path / name, ExportOptions())
-            bundle = open_bundle(tmp_path / name, threads=2, session_options={}, with_drafter=False)
+            bundle = open_bundle(tmp_path / name, Backend(2), with_drafter=False)
             assert bundle.manifest.target.vocab_size == len(TOKENS)
             answers.append(bundle.target.run(bundle.target.new_cache(16), list(range(4, 14)), 10).logits.copy())
         # The norm's epsilon is a float32 in a GGUF, so the last bits may differ.

@@ -18,7 +18,7 @@ from dflash_ort.models.manifest import TARGET_GRAPH, read_manifest
 from dflash_ort.params import SamplingParams
 from dflash_ort.runtime.engine import Engine
 from dflash_ort.runtime.exactness import probe
-from dflash_ort.runtime.session import open_session
+from dflash_ort.runtime.session import Backend, open_session
 from dflash_ort.runtime.target import TargetModel
 from tests.fakes import same_answer
 from tests.tiny import write_drafter, write_target
@@ -54,7 +54,7 @@ def per_tensor_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _target(directory: Path) -> TargetModel:
-    return TargetModel(open_session(directory / TARGET_GRAPH, threads=2, options={}), read_manifest(directory).target)
+    return TargetModel(open_session(directory / TARGET_GRAPH, Backend(2)), read_manifest(directory).target)
 
 
 def _worst_difference(target: TargetModel, rows: int) -> float:
@@ -74,13 +74,13 @@ def test_without_padded_attention_the_probe_says_no(tiny_bundle: Callable[..., P
     """Made to fail on purpose: one query row alone is computed by other code than several, with other last bits."""
     target = _target(tiny_bundle(precision, pad_attention=False))
     assert _worst_difference(target, 1) > 0
-    assert not probe(target, prefill_chunk=256, max_context=512)
+    assert not probe(target)
     target.row_floor = 2
     assert _worst_difference(target, 1) == 0
-    assert probe(target, prefill_chunk=256, max_context=512)
+    assert probe(target)
     padded = _target(tiny_bundle(precision))
     assert _worst_difference(padded, 1) == _worst_difference(padded, 3) == 0
-    assert probe(padded, prefill_chunk=256, max_context=512)
+    assert probe(padded)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -102,7 +102,7 @@ def test_one_activation_scale_for_all_rows_is_refused(per_tensor_bundle: Path) -
     for floor in (1, 2):
         target.row_floor = floor
         assert _worst_difference(target, 3) > 0.1
-        assert not probe(target, prefill_chunk=256, max_context=512)
+        assert not probe(target)
     for _ in range(2):  # the second time from the remembered verdict
         with pytest.raises(InexactError, match=r"^on this machine .*--allow-inexact$"):
             Engine.load(per_tensor_bundle)

@@ -87,7 +87,7 @@ def test_lines_hold_what_is_documented_and_nothing_else(bundle: Path, log: Path,
         assert line["v"] == LOG_VERSION
     request = lines[0]
     assert set(request["bundle"]) == {"name", "identity", "precision"}
-    assert set(request["machine"]) == {"cpu", "threads", "onnxruntime"}
+    assert set(request["machine"]) == {"cpu", "threads", "onnxruntime", "provider"}
     assert set(request["template"]) == {"sha256", "arguments", "raw"}
     assert request["settings"]["stop"] == 1
     assert request["seed"] == 11

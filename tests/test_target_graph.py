@@ -21,7 +21,7 @@ from dflash_ort.exporter.linear import LinearWeights, Precision, recipe
 from dflash_ort.models import graph_names as names
 from dflash_ort.models.manifest import TARGET_GRAPH
 from dflash_ort.runtime.bundle import open_bundle
-from dflash_ort.runtime.session import open_session
+from dflash_ort.runtime.session import Backend, open_session
 from dflash_ort.runtime.target import TargetModel
 from tests.tiny import TinyShape, byte_tokenizer, edit_config, edit_tensors, write_drafter, write_target
 
@@ -79,7 +79,7 @@ def open_target(
     """The target of a bundle made of a checkpoint; taps are asked for by a drafter."""
     drafter = read_drafter(write_drafter(work / "drafter", shape or TinyShape(), taps=taps)) if taps else "none"
     export_bundle(read_target(checkpoint), drafter, work / "bundle", ExportOptions(precision=precision))
-    return open_bundle(work / "bundle", threads=2, session_options={}, with_drafter=False).target
+    return open_bundle(work / "bundle", Backend(2), with_drafter=False).target
 
 
 def feed(target: TargetModel, ids: Sequence[int], pieces: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -162,7 +162,7 @@ class TestHead:
     def test_the_graph_answers_any_rows_in_any_order(self, tmp_path: Path) -> None:
         target, ids = open_target(write_target(tmp_path / "target"), tmp_path), random_ids(6)
         every, _, _ = feed(target, ids, [6])
-        session = open_session(tmp_path / "bundle" / TARGET_GRAPH, threads=2, options={})
+        session = open_session(tmp_path / "bundle" / TARGET_GRAPH, Backend(2))
         inputs = {
             names.INPUT_IDS: np.array([ids]),
             names.QUERY_ROWS: np.arange(6),
@@ -252,5 +252,5 @@ def run_linear(directory: Path, x: np.ndarray, weight: np.ndarray, bias: np.ndar
     y = recipe("int8")["qkv"].apply(g, value, weights, g.num_rows(value))
     g.output(y, "y", ir.DataType.FLOAT, [1, "rows", out_features])
     g.save(directory / "linear.onnx", "linear.onnx.data")
-    session = open_session(directory / "linear.onnx", threads=2, options={})
+    session = open_session(directory / "linear.onnx", Backend(2))
     return np.asarray(session.run(None, {"x": x[None]})[0][0])

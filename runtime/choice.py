@@ -1,0 +1,172 @@
+"""Which provider runs a bundle here when nobody says: the fastest of those installed that is exact, by measurement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from dflash_ort.defaults import PROVIDERS, Provider
+from dflash_ort.errors import DFlashError, InexactError
+from dflash_ort.models.manifest import Manifest, read_manifest
+from dflash_ort.models.paths import cache_dir
+from dflash_ort.progress import Progress, silent
+from dflash_ort.runtime.bundle import open_bundle
+from dflash_ort.runtime.exactness import make_exact
+from dflash_ort.runtime.machine import machine_key
+from dflash_ort.runtime.providers import installed_providers
+from dflash_ort.runtime.session import Backend
+from dflash_ort.runtime.stored import load_json, store_json
+from dflash_ort.runtime.target import TargetModel
+
+CHOICE_VERSION = 1
+_ROWS = (1, 2, 4, 8)
+_CONTEXT = 128
+_REPEATS = 9
+_CLEARLY = 0.97
+"""Another provider must take less than this share of the default one's time: below that, noise would choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``seconds``: of target passes of 1, 2, 4 and 8 rows, by provider; ``refused``: why others were not timed."""
+
+    provider: Provider
+    seconds: Mapping[str, tuple[float, ...]]
+    refused: Mapping[str, str]
+
+    def reason(self) -> str:
+        """In one line."""
+        if not self.seconds:
+            return "the only one installed"
+        times = self.times()
+        shown = [f"{name} {times[name]:.2f}" for name in self.seconds]
+        shown += [f"{name}: {why}" for name, why in self.refused.items()]
+        return f"measured, passes in units of cpu's: {', '.join(shown)}"
+
+    def times(self) -> dict[str, float]:
+        """How long passes take in units of the default provider's, geometric mean over the row counts."""
+        return {
+            name: math.exp(float(np.mean(np.log(np.array(mine) / np.array(self.seconds["cpu"])))))
+            for name, mine in self.seconds.items()
+        }
+
+
+def choose_provider(
+    directory: Path, backend: Backend, *, measure: bool = True, again: bool = False, progress: Progress = silent
+) -> Choice:
+    """The provider for a bundle on this machine, with the other settings of ``backend``.
+
+    Measured when it is first asked for (or ``again``) and kept in the user's cache; without ``measure``, and when
+    nothing is known, the default provider. Raises BundleError.
+    """
+    candidates = installed_providers()
+    if len(candidates) == 1 or "cpu" not in candidates:
+        return Choice(candidates[0], {}, {})
+    manifest = read_manifest(directory)
+    key = machine_key(backend.under("cpu"), bundle=manifest.identity, choice=CHOICE_VERSION, of=candidates)
+    path = cache_dir() / "providers" / f"{key}.json"
+    known = None if again else _read(path)
+    if known is not None:
+        return known
+    if not measure:
+        return Choice("cpu", {}, {})
+    choice = _measured(directory, manifest, backend, candidates, progress)
+    store_json(path, asdict(choice), "the choice of provider")
+    return choice
+
+
+def resolve_backend(
+    directory: Path, *, provider: str, measure: bool = True, progress: Progress = silent, **settings: Any
+) -> Backend:
+    """A checked backend whose provider, where it is "auto", is chosen for this bundle.
+
+    ``settings``: as of `Backend.of`. Raises ProviderError and BundleError.
+    """
+    backend = Backend.of(provider="cpu" if provider == "auto" else provider, **settings)
+    if provider != "auto":
+        return backend
+    return backend.under(choose_provider(directory, backend, measure=measure, progress=progress).provider)
+
+
+def _read(path: Path) -> Choice | None:
+    raw, _ = load_json(path, "the choice of provider")
+    try:
+        choice = Choice(**raw) if raw is not None else None
+        return choice if choice is not None and choice.provider in PROVIDERS and choice.reason() else None
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _measured(
+    directory: Path, manifest: Manifest, backend: Backend, candidates: list[Provider], progress: Progress
+) -> Choice:
+    """Every candidate's target in turn, repeat by repeat, so that what else the machine does falls on all alike."""
+    targets: dict[Provider, TargetModel] = {}
+    refused: dict[str, str] = {}
+    for name in candidates:
+        progress(f"trying provider {name} (once per bundle and machine)")
+        try:
+            targets[name] = _exact_target(directory, manifest, backend.under(name), progress)
+        except InexactError:
+            refused[name] = "its rows are not independent"
+        except DFlashError as error:
+            refused[name] = str(error)
+    if "cpu" not in targets:  # loading will say what is wrong, or that it is not exact
+        return Choice("cpu", {}, refused)
+    runs = {name: _Passes(target) for name, target in targets.items()}
+    for repeat in range(_REPEATS):
+        progress("comparing providers (once per bundle and machine)", repeat / _REPEATS)
+        for run in runs.values():
+            run.repeat()
+    found = Choice("cpu", {name: run.medians() for name, run in runs.items()}, refused)
+    times = found.times()
+    best = min(runs, key=lambda name: times[name])
+    return replace(found, provider=best) if times[best] < _CLEARLY else found
+
+
+def _exact_target(directory: Path, manifest: Manifest, backend: Backend, progress: Progress) -> TargetModel:
+    target = open_bundle(directory, backend, with_drafter=False).target
+    make_exact(
+        target,
+        identity=manifest.identity,
+        backend=backend,
+        progress=progress,
+    )
+    return target
+
+
+class _Passes:
+    """A target's passes of some row counts behind one context."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self._target = target
+        limit = target.spec.max_context
+        self._rows = [rows for rows in _ROWS if rows < limit]
+        context = min(_CONTEXT, limit - max(self._rows))
+        self._tokens = np.random.default_rng(0).integers(0, target.spec.vocab_size, max(context, max(self._rows)))
+        self._cache = target.new_cache(context + max(self._rows) + 2)
+        if context:
+            target.run(self._cache, self._tokens[:context], 0)
+        self._context = context
+        self._seconds: list[list[float]] = [[] for _ in self._rows]
+        for rows in self._rows:  # the first of each allocates
+            self._time(rows)
+
+    def repeat(self) -> None:
+        for rows, seconds in zip(self._rows, self._seconds, strict=True):
+            seconds.append(self._time(rows))
+
+    def medians(self) -> tuple[float, ...]:
+        return tuple(float(np.median(seconds)) for seconds in self._seconds)
+
+    def _time(self, rows: int) -> float:
+        self._cache.length.trim(self._context)
+        began = perf_counter()
+        self._target.run(self._cache, self._tokens[:rows], rows)
+        return perf_counter() - began
