@@ -170,12 +170,14 @@ class Adaptive:
             return False
         whole = self._draft_seconds(kind, state, horizon=1)
         # What earlier requests left of their share may be spent too: short answers would never try anything.
-        earlier = max(0.0, settings.most_for_tries * population.elapsed - population.spent)
-        if arm.spent + whole > settings.most_for_tries * progress.elapsed + earlier:
+        share = settings.most_for_tries * population.willing()
+        earlier = max(0.0, share * population.elapsed - population.spent)
+        if arm.spent + whole > share * progress.elapsed + earlier:
             arm.retry_in = 1
             return False
         arm.spent += whole
         population.spent += whole
+        population.tries += 1.0
         arm.backoff = min(2 * arm.backoff, self._longest_retry(population, price))
         arm.retry_in, arm.trying = arm.backoff, True
         arm.blocks = min(arm.blocks, 1.0)  # what is old counts no more than what the try will show
@@ -186,6 +188,7 @@ class Adaptive:
         """An arm in use earns back its short back-off; one that a try revived has recovered once it has lasted."""
         if arm.retry_in:
             arm.retry_in, arm.revived = 0, 0
+            population.returns += 1.0
         arm.backoff = max(self.settings.first_retry, arm.backoff - 1)
         if arm.revived >= 0:
             arm.revived += 1

@@ -10,6 +10,8 @@ from dflash_ort.controller.protocol import RoundState
 RIGHT_BLOCKS = 16.0
 """Blocks that stand for a drafter's being right, until its own have shown otherwise."""
 
+_LEAST_WILLING = 0.4
+
 
 @dataclass(slots=True)
 class Population:
@@ -27,6 +29,13 @@ class Population:
     elapsed: float = 0.0
     """Table seconds of all requests that are over, and of all tries."""
     spent: float = 0.0
+    tries: float = 0.0
+    returns: float = 0.0
+    """Tries, and how often it came into use again after it was given up."""
+
+    def willing(self) -> float:
+        """Part of their share of time that tries may take: less where they hardly ever bring it back."""
+        return max(_LEAST_WILLING, min(1.0, 2.0 * (2.0 + self.returns) / (4.0 + self.tries)))
 
 
 @dataclass(slots=True)
