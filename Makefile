@@ -7,12 +7,15 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 MAX_NEW_TOKENS ?= 160
 BENCH ?= --per-suite 1 --max-new-tokens 64
 
-.PHONY: help run test test-full check docs bench clean
+DNNL_ROOT ?= .dnnl-root
+
+.PHONY: help run test test-full test-dnnl check docs bench clean
 
 help:
 	@echo "make run [PROMPT=\"...\"]   set up, export the default pair, answer, and show plain decoding beside it"
 	@echo "make test                 set up and run the tests"
 	@echo "make test-full            the same with the whole lossless matrix on the default pair"
+	@echo "make test-dnnl            as root: tests and a benchmark with oneDNN, in a Debian 13 root that it makes"
 	@echo "make check                ruff and mypy"
 	@echo "make docs                 write docs/cli.md from the commands' own help"
 	@echo "make bench [BENCH=\"...\"]  decoding speed side by side, a quick look unless told otherwise"
@@ -42,6 +45,9 @@ test: $(VENV)/.ready-dev
 
 test-full: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest
+
+test-dnnl: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.dnnl $(DNNL_ROOT)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

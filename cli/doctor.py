@@ -73,8 +73,7 @@ def _onednn(installed: Sequence[str]) -> dict[str, str]:
     said = ask_onednn()
     if said is None:
         return {"onednn": "does not say what it computes with"}
-    mode = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE", "strict").lower()
-    return {"onednn": f"{said.version}, {said.isa}; fp32 matrix products run as {said.kernel} (fpmath {mode})"}
+    return {"onednn": f"{said.version}, {said.isa}; fp32 matrix products run as {said.kernel or 'it does not say'}"}
 
 
 def _default_bundle(progress: ProgressBar) -> dict[str, str]:

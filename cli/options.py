@@ -146,12 +146,10 @@ def backend_options(function: F) -> F:
             click.option(
                 "--fpmath",
                 type=click.Choice(FPMATHS),
-                help="What oneDNN may do to fp32 arithmetic; with --provider dnnl.  [default: strict]",
+                help="What dnnl or openvino may do to fp32 arithmetic.  [default: strict]",
             ),
             click.option("--threads", type=int, help="Threads of each graph.  [default: the physical cores]"),
-            click.option(
-                "--cpus", metavar="LIST", help="Pin threads to these processors, as in 0-3,8; as many threads."
-            ),
+            click.option("--cpus", metavar="LIST", help="Pin threads to these, as in 0-3,8; the first stays free."),
             click.option(
                 "--spinning",
                 type=click.Choice(SPINNINGS),

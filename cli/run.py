@@ -88,6 +88,8 @@ def run(bundle_and_prompt: tuple[str, ...], **options: Any) -> None:
         )
     with engine:
         _warn_about_length(engine, options["controller"])
+        if engine.backend.provider != "cpu" and options["stats"]:
+            complain(f"provider   {engine.backend.provider}; 'inspect --placement' shows what it left to cpu")
         if not engine.exact:
             warn("rows are not independent here: speculation may change the text (exact: false)")
         session = _Session(engine, params, options, templating)

@@ -12,7 +12,7 @@ PROVIDERS: tuple[Provider, ...] = get_args(Provider)
 
 Fpmath = Literal["strict", "bf16", "f16", "tf32", "any"]
 FPMATHS: tuple[Fpmath, ...] = get_args(Fpmath)
-"""What oneDNN may do to fp32 arithmetic, by its own names."""
+"""What oneDNN (by its own names) or OpenVINO may do to fp32 arithmetic."""
 
 Spinning = Literal["stop", "always", "never"]
 SPINNINGS: tuple[Spinning, ...] = get_args(Spinning)

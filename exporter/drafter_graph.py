@@ -117,10 +117,12 @@ def _block_start(
         rows = g.op("Gather", [embeddings, block_ids])
     if not extensions.context_start:
         return rows
-    last = rows_after(g, injected, g.ints(-1))
-    width = len(drafter.target_layer_ids) * h
-    start = layers.over(g.ints(1)).linear(last, "fc", ["start"], width, h)
-    start_embed = layers.over(g.num_rows(anchor)).linear(anchor, "fc", ["start_embed"], h, h)
+    # As many rows as there are anchors, one or none: oneDNN's provider crashes on a sum of one row and none.
+    count = g.num_rows(anchor)
+    last = g.op("Slice", [rows_after(g, injected, g.ints(-1)), g.ints(0), count, g.ints(1)])
+    starting = layers.over(count)
+    start = starting.linear(last, "fc", ["start"], len(drafter.target_layer_ids) * h, h)
+    start_embed = starting.linear(anchor, "fc", ["start_embed"], h, h)
     return g.op("Add", [rows, g.op("Add", [start, start_embed])])
 
 

@@ -122,6 +122,10 @@ def _quantise_rows(g: GraphBuilder, x: ir.Value, rows: ir.Value) -> tuple[ir.Val
     largest = g.row_max(g.op("Abs", [x]))
     step = g.op("Mul", [largest, g.constant("one_over_127", np.array(1 / _INT8_MAX, np.float32))])
     row_scale = g.op("Max", [step, g.constant("tiny", np.array(_TINY))])
+    if g.portable:  # the same bits, and a form that OpenVINO takes
+        byte = g.constant("activation_zero_point", np.array(128, np.uint8))
+        scaled = g.op("Div", [x, row_scale])
+        return g.op("QuantizeLinear", [scaled, g.constant("one", np.array(1, np.float32)), byte]), row_scale
     flat_scale = g.op("Reshape", [row_scale, g.ints(-1)])
     return g.op("QuantizeLinear", [x, flat_scale, g.repeat_byte(128, rows)], axis=1), row_scale
 

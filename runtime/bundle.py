@@ -14,6 +14,8 @@ from dflash_ort.models import graph_names as names
 from dflash_ort.models.manifest import (
     DRAFT_HEAD_GRAPH,
     DRAFTER_GRAPH,
+    ONNXRUNTIME,
+    PORTABLE_ONNXRUNTIME,
     TARGET_GRAPH,
     Manifest,
     check_files,
@@ -39,7 +41,7 @@ def open_bundle(directory: Path, backend: Backend, *, with_drafter: bool, verify
     """Read and check a bundle and load its graphs. Raises BundleError or ProviderError."""
     manifest = read_manifest(directory)
     check_files(directory, manifest, hashes=verify_hashes)
-    check_runtime(directory, manifest)
+    check_runtime(directory, manifest, backend)
     text = Text(directory, manifest)
     target = TargetModel(open_session(directory / TARGET_GRAPH, backend), manifest.target)
     dflash = None
@@ -52,7 +54,14 @@ def open_drafter(
     directory: Path, manifest: Manifest, backend: Backend, *, profile: Path | None = None
 ) -> tuple[dict[str, Any], DFlashModel]:
     """A model drafter's sessions by graph, and the drafter. ``profile``: as of `open_session`, for each of them."""
-    sessions = {graph: open_session(directory / graph, backend, profile=profile) for graph in _drafter(manifest)}
+    sessions = {
+        graph: open_session(
+            directory / graph,
+            backend.for_drafter(),
+            profile=profile and profile.with_name(f"{profile.name}-{graph}"),  # the time in their names is in seconds
+        )
+        for graph in _drafter(manifest)
+    }
     model = DFlashModel(
         *sessions.values(),
         spec=manifest.drafter,
@@ -62,16 +71,24 @@ def open_drafter(
     return sessions, model
 
 
-def check_runtime(directory: Path, manifest: Manifest) -> None:
-    """Raise BundleError where this ONNX Runtime is older than a bundle's graphs need."""
-    if _numbers(runtime_version()) < _numbers(manifest.oldest_onnxruntime):
+def check_runtime(directory: Path, manifest: Manifest, backend: Backend) -> None:
+    """Raise BundleError where this ONNX Runtime is older than a bundle's graphs need, or a provider cannot run them."""
+    if version_numbers(runtime_version()) < version_numbers(manifest.oldest_onnxruntime):
         raise BundleError(
             f"'{directory}' needs ONNX Runtime {manifest.oldest_onnxruntime}, this is {runtime_version()}; "
-            "upgrade it, or export with --portable"
+            + (
+                "upgrade it"
+                if manifest.oldest_onnxruntime == PORTABLE_ONNXRUNTIME
+                else "upgrade it, or export with --portable"
+            )
+        )
+    if backend.provider == "openvino" and manifest.precision == "int8" and manifest.oldest_onnxruntime == ONNXRUNTIME:
+        raise BundleError(
+            f"OpenVINO cannot run the int8 target of '{directory}'; export with --portable, or choose provider cpu"
         )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """Major and minor."""
     return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
@@ -97,9 +114,10 @@ def _draft_vocabulary(directory: Path, manifest: Manifest) -> np.ndarray:
 def graph_signatures(directory: Path, manifest: Manifest) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
     """Inputs and outputs of a bundle's graphs: graph, then "inputs" or "outputs", then name, then type and shape."""
     graphs = [TARGET_GRAPH, *(_drafter(manifest) if manifest.drafter.kind == "dflash" else ())]
-    signatures = {}
+    signatures, backend = {}, Backend(threads=1)
+    check_runtime(directory, manifest, backend)
     for graph in graphs:
-        session = open_session(directory / graph, Backend(threads=1))
+        session = open_session(directory / graph, backend)
         sides = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
         signatures[graph] = {
             side: {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from dflash_ort.defaults import PROVIDERS, Provider
+from dflash_ort.defaults import Provider
 from dflash_ort.errors import DFlashError, InexactError
 from dflash_ort.models.manifest import Manifest, read_manifest
 from dflash_ort.models.paths import cache_dir
@@ -29,32 +29,33 @@ _ROWS = (1, 2, 4, 8)
 _CONTEXT = 128
 _REPEATS = 9
 _CLEARLY = 0.97
-"""Another provider must take less than this share of the default one's time: below that, noise would choose."""
+"""Another provider must take less than this share of the first one's time: above that, noise would choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``seconds``: of target passes of 1, 2, 4 and 8 rows, by provider; ``refused``: why others were not timed."""
+    """``seconds``: of target passes of 1, 2, 4 and 8 rows, by provider, the default one first; ``refused``: why others
+    were not timed; ``note``: why nothing was.
+    """
 
     provider: Provider
-    seconds: Mapping[str, tuple[float, ...]]
-    refused: Mapping[str, str]
+    seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
 
     def reason(self) -> str:
         """In one line."""
-        if not self.seconds:
-            return "the only one installed"
+        if self.note:
+            return self.note
         times = self.times()
         shown = [f"{name} {times[name]:.2f}" for name in self.seconds]
         shown += [f"{name}: {why}" for name, why in self.refused.items()]
-        return f"measured, passes in units of cpu's: {', '.join(shown)}"
+        return f"measured, passes in units of {next(iter(self.seconds))}'s: {', '.join(shown)}"
 
     def times(self) -> dict[str, float]:
-        """How long passes take in units of the default provider's, geometric mean over the row counts."""
-        return {
-            name: math.exp(float(np.mean(np.log(np.array(mine) / np.array(self.seconds["cpu"])))))
-            for name, mine in self.seconds.items()
-        }
+        """How long passes take in units of the first provider's, geometric mean over the row counts."""
+        first = np.array(next(iter(self.seconds.values())))
+        return {name: math.exp(float(np.mean(np.log(np.array(mine) / first)))) for name, mine in self.seconds.items()}
 
 
 def choose_provider(
@@ -66,8 +67,8 @@ def choose_provider(
     nothing is known, the default provider. Raises BundleError.
     """
     candidates = installed_providers()
-    if len(candidates) == 1 or "cpu" not in candidates:
-        return Choice(candidates[0], {}, {})
+    if len(candidates) == 1:
+        return Choice(candidates[0], note="the only one installed")
     manifest = read_manifest(directory)
     key = machine_key(backend.under("cpu"), bundle=manifest.identity, choice=CHOICE_VERSION, of=candidates)
     path = cache_dir() / "providers" / f"{key}.json"
@@ -75,9 +76,10 @@ def choose_provider(
     if known is not None:
         return known
     if not measure:
-        return Choice("cpu", {}, {})
+        return Choice("cpu", note="the default; not compared yet")
     choice = _measured(directory, manifest, backend, candidates, progress)
-    store_json(path, asdict(choice), "the choice of provider")
+    if choice.seconds:
+        store_json(path, asdict(choice), "the choice of provider")
     return choice
 
 
@@ -97,9 +99,10 @@ def resolve_backend(
 def _read(path: Path) -> Choice | None:
     raw, _ = load_json(path, "the choice of provider")
     try:
-        choice = Choice(**raw) if raw is not None else None
-        return choice if choice is not None and choice.provider in PROVIDERS and choice.reason() else None
-    except (TypeError, ValueError, KeyError, AttributeError):
+        seconds = {str(name): tuple(map(float, times)) for name, times in (raw or {})["seconds"].items()}
+        choice = Choice(**(raw or {}) | {"seconds": seconds})
+        return choice if choice.provider in seconds and choice.reason() else None
+    except (TypeError, ValueError, KeyError, AttributeError, StopIteration):
         return None
 
 
@@ -117,14 +120,15 @@ def _measured(
             refused[name] = "its rows are not independent"
         except DFlashError as error:
             refused[name] = str(error)
-    if "cpu" not in targets:  # loading will say what is wrong, or that it is not exact
-        return Choice("cpu", {}, refused)
+    if not targets:  # loading will say what is wrong, or that it is not exact
+        return Choice("cpu", refused=refused, note="; ".join(f"{name}: {why}" for name, why in refused.items()))
     runs = {name: _Passes(target) for name, target in targets.items()}
     for repeat in range(_REPEATS):
         progress("comparing providers (once per bundle and machine)", repeat / _REPEATS)
         for run in runs.values():
             run.repeat()
-    found = Choice("cpu", {name: run.medians() for name, run in runs.items()}, refused)
+    first = next(iter(runs))
+    found = Choice(first, {name: run.medians() for name, run in runs.items()}, refused)
     times = found.times()
     best = min(runs, key=lambda name: times[name])
     return replace(found, provider=best) if times[best] < _CLEARLY else found
@@ -132,12 +136,7 @@ def _measured(
 
 def _exact_target(directory: Path, manifest: Manifest, backend: Backend, progress: Progress) -> TargetModel:
     target = open_bundle(directory, backend, with_drafter=False).target
-    make_exact(
-        target,
-        identity=manifest.identity,
-        backend=backend,
-        progress=progress,
-    )
+    make_exact(target, identity=manifest.identity, backend=backend, progress=progress)
     return target
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_ort.errors import DFlashError
+from dflash_ort.runtime.providers import EXECUTION_PROVIDERS
 
 Array = np.ndarray
 
@@ -15,17 +16,19 @@ Array = np.ndarray
 class Binding:
     """An IOBinding that remembers what is bound: binding anew costs as much as a small layer.
 
-    Arrays are bound by identity; refilled in place they need no new binding. They must be contiguous.
+    Arrays are bound by identity; refilled in place they need no new binding. They must be contiguous. OpenVINO takes a
+    copy when an input is bound: there inputs are bound for every run, but for those that only other providers read.
     """
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self._copies = EXECUTION_PROVIDERS["openvino"] in session.get_providers()
         self.io = session.io_binding()
         self._inputs: dict[str, Array] = {}
         self._outputs: dict[str, Array] = {}
 
     def input(self, name: str, array: Array) -> None:
-        if self._inputs.get(name) is not array:
+        if self._copies or self._inputs.get(name) is not array:
             self.io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
             self._inputs[name] = array
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_ort.runtime.ort import ort
-from dflash_ort.runtime.providers import check_provider, provider_chain
+from dflash_ort.runtime.providers import check_provider, effective_fpmath, prepare_options
 
 _SECONDS = 60
 _SIZE = 16
@@ -50,10 +50,10 @@ def ask_onednn(*, fpmath: str | None = None) -> OneDnn | None:
 
 def multiply() -> None:
     """Let oneDNN multiply two matrices. Raises ProviderError when it is not installed."""
-    chain = provider_chain(check_provider("dnnl"))
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    session = ort.InferenceSession(_MATRIX_PRODUCT, options, providers=chain)
+    names = prepare_options(options, check_provider("dnnl"), effective_fpmath("dnnl", None), 1)
+    session = ort.InferenceSession(_MATRIX_PRODUCT, options, providers=names)
     session.run(None, {"x": np.ones((_SIZE, _SIZE), np.float32)})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_ort.models.manifest import TARGET_GRAPH, Manifest
-from dflash_ort.runtime.bundle import open_drafter
+from dflash_ort.runtime.bundle import check_runtime, open_drafter
 from dflash_ort.runtime.session import Backend, open_session
 from dflash_ort.runtime.target import TargetModel
 
@@ -36,6 +36,7 @@ class Share:
 
 def placement(directory: Path, manifest: Manifest, backend: Backend) -> dict[str, list[Share]]:
     """By graph, who computed a pass of the target (four rows) and a block of the drafter. Raises as opening does."""
+    check_runtime(directory, manifest, backend)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         found = {TARGET_GRAPH: _of_target(directory, manifest, backend, work)}

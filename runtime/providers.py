@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import os
+from functools import cache
 from typing import Any
 
 from dflash_ort.defaults import FPMATHS, PROVIDERS, Provider
@@ -24,12 +28,36 @@ _HOW_TO_GET: dict[Provider, str] = {
 
 _FPMATH_VARIABLE = "ONEDNN_DEFAULT_FPMATH_MODE"
 _fpmath_in_use: str | None = None
+_OPENVINO_REGISTRATION = "dflash-ort.openvino"
+_OPENVINO_PRECISIONS = {"strict": "f32", "bf16": "bf16", "f16": "f16"}
+
+logger = logging.getLogger("dflash_ort")
 
 
 def installed_providers() -> list[Provider]:
     """Those that can be asked for here, the default one first."""
     available = set(ort.get_available_providers())
-    return [name for name in PROVIDERS if EXECUTION_PROVIDERS[name] in available]
+    found = {name for name in PROVIDERS if name != "openvino" and EXECUTION_PROVIDERS[name] in available}
+    return [name for name in PROVIDERS if name in found or (name == "openvino" and openvino_device() is not None)]
+
+
+@cache
+def openvino_device() -> Any:
+    """The processor, as OpenVINO's plugin offers it to ONNX Runtime; None without plugin, or where it offers none.
+
+    The plugin is registered with the process when this is first asked. On processors that are not Intel's it registers
+    and offers nothing.
+    """
+    if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
+        return None
+    plugin = importlib.import_module("onnxruntime_ep_openvino")
+    try:
+        ort.register_execution_provider_library(_OPENVINO_REGISTRATION, plugin.get_library_path())
+        devices = [device for device in ort.get_ep_devices() if device.ep_name == plugin.get_ep_name()]
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        logger.warning("OpenVINO's plugin cannot be used: %s", str(error).splitlines()[0])
+        return None
+    return next((device for device in devices if device.ep_metadata.get("ov_device") == "CPU"), None)
 
 
 def how_to_get(provider: Provider) -> str:
@@ -51,24 +79,48 @@ def check_provider(provider: str) -> Provider:
 
 
 def effective_fpmath(provider: Provider, fpmath: str | None) -> str | None:
-    """What oneDNN may do to fp32 arithmetic: as asked, as the environment says, else "strict"; None without oneDNN.
+    """What a provider may do to fp32 arithmetic: as asked, as oneDNN's environment says, else "strict".
 
-    Raises ProviderError for an unknown mode, or one that a provider other than oneDNN's would not heed.
+    None for the default provider, which does what the graph says. Raises ProviderError for an unknown mode, or one that
+    the provider does not know.
     """
     if fpmath is not None and fpmath not in FPMATHS:
         raise ProviderError(f"unknown fpmath mode '{fpmath}'; expected {', '.join(FPMATHS)}")
-    if provider != "dnnl":
-        if fpmath is not None:
-            raise ProviderError(f"fpmath is oneDNN's, and the provider is '{provider}'; choose provider dnnl")
-        return None
-    return fpmath or os.environ.get(_FPMATH_VARIABLE, "strict").lower()
+    if provider == "dnnl":
+        return fpmath or _fpmath_of_environment()
+    if provider == "openvino":
+        if fpmath is not None and fpmath not in _OPENVINO_PRECISIONS:
+            raise ProviderError(f"OpenVINO has no fpmath mode '{fpmath}'; expected {', '.join(_OPENVINO_PRECISIONS)}")
+        return fpmath or "strict"
+    if fpmath is not None:
+        raise ProviderError(f"provider '{provider}' has no fpmath modes; choose provider dnnl or openvino")
+    return None
 
 
-def use_fpmath(fpmath: str | None) -> None:
-    """Set oneDNN's mode for this process. It reads it once, so a second mode raises ProviderError."""
+def _fpmath_of_environment() -> str:
+    mode = os.environ.get(_FPMATH_VARIABLE, "").lower() or "strict"
+    if mode not in FPMATHS:
+        raise ProviderError(f"{_FPMATH_VARIABLE} is '{mode}'; expected {', '.join(FPMATHS)}")
+    return mode
+
+
+def prepare_options(options: Any, provider: Provider, fpmath: str | None, threads: int) -> list[str]:
+    """Make SessionOptions ready for a provider, and give the names that a session is to be made with.
+
+    oneDNN reads its fpmath mode once a process: a second one raises ProviderError.
+    """
+    if provider == "openvino":
+        # Its own default computes in bf16 where the processor has it, and says nothing.
+        hints = {"INFERENCE_PRECISION_HINT": _OPENVINO_PRECISIONS[fpmath or "strict"], "INFERENCE_NUM_THREADS": threads}
+        options.add_provider_for_devices([openvino_device()], {"load_config": json.dumps({"CPU": hints})})
+        return []  # names would take the place of devices
+    if provider == "dnnl":
+        _use_fpmath(fpmath or "strict")
+    return list(dict.fromkeys([EXECUTION_PROVIDERS[provider], EXECUTION_PROVIDERS["cpu"]]))
+
+
+def _use_fpmath(fpmath: str) -> None:
     global _fpmath_in_use
-    if fpmath is None:
-        return
     if _fpmath_in_use not in (None, fpmath):
         raise ProviderError(
             f"this process already computes with fpmath '{_fpmath_in_use}', which oneDNN reads once; "
@@ -76,8 +128,3 @@ def use_fpmath(fpmath: str | None) -> None:
         )
     os.environ[_FPMATH_VARIABLE] = fpmath.upper()
     _fpmath_in_use = fpmath
-
-
-def provider_chain(provider: Provider) -> list[Any]:
-    """What ONNX Runtime is told: the provider, and the default one for what it does not take."""
-    return list(dict.fromkeys([EXECUTION_PROVIDERS[provider], EXECUTION_PROVIDERS["cpu"]]))

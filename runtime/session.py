@@ -15,8 +15,7 @@ from dflash_ort.runtime.providers import (
     EXECUTION_PROVIDERS,
     check_provider,
     effective_fpmath,
-    provider_chain,
-    use_fpmath,
+    prepare_options,
 )
 
 MAX_THREADS = 512
@@ -50,11 +49,12 @@ _shared_pool_threads: int | None = None
 class Backend:
     """What an engine's graphs run on. Make it with `Backend.of`, which checks it.
 
-    ``fpmath``: oneDNN's mode, None for other providers. ``cpus``: logical processors to pin the pools' threads to, one
-    each. ``spinning``: whether a pool's threads wait for work busily: until their graph's run ends ("stop"), all the
-    time, or not at all. Each graph has a pool, and one that spins takes the cores of the other that works: stopping at
-    the end of a run halved a round's time on two cores (docs/log.md). ``shared_pool``: one pool for all graphs of the
-    process instead of one each.
+    ``fpmath``: what oneDNN or OpenVINO may do to fp32 arithmetic, None for the default provider. ``cpus``: logical
+    processors for the pools' threads, one each, of which the first is the caller's and is not moved. ``spinning``:
+    whether a pool's threads wait for work busily: until their graph's run ends ("stop"), all the time, or not at all.
+    Each graph has a pool, and one that spins takes the cores of the other that works: stopping at the end of a run
+    halved a round's time on two cores (docs/log.md). ``shared_pool``: one pool for all graphs of the process instead of
+    one each, whatever ``spinning`` says.
     """
 
     threads: int
@@ -95,6 +95,10 @@ class Backend:
         """The same with another provider, at its own fpmath mode. Raises ProviderError when it is not installed."""
         return replace(self, provider=check_provider(provider), fpmath=effective_fpmath(provider, None))
 
+    def for_drafter(self) -> Backend:
+        """What a drafter runs on: OpenVINO's copies of key and value buffers would not be updated in place."""
+        return self.under("cpu") if self.provider == "openvino" else self
+
     def key(self) -> dict[str, Any]:
         """What bits and speed depend on."""
         described: dict[str, Any] = {"provider": EXECUTION_PROVIDERS[self.provider], "threads": self.threads}
@@ -112,7 +116,9 @@ class Backend:
         # The pool's first thread is the caller's own, which stays where it is; ONNX Runtime counts processors from 1.
         pinned = ";".join(str(cpu + 1) for cpu in self.cpus[1:])
         affinities = {"session.intra_op_thread_affinities": pinned} if pinned else {}
-        return {**_SPINNING[self.spinning], **affinities, **self.options}
+        # OpenVINO has threads of its own, beside which ONNX Runtime's must not wait busily even within a run.
+        spinning = "never" if self.provider == "openvino" and self.spinning == "stop" else self.spinning
+        return {**_SPINNING[spinning], **affinities, **self.options}
 
 
 def open_session(path: Path, backend: Backend, *, profile: Path | None = None) -> Any:
@@ -120,9 +126,10 @@ def open_session(path: Path, backend: Backend, *, profile: Path | None = None) -
 
     Raises ProviderError or BundleError with ONNX Runtime's reason in one line.
     """
-    use_fpmath(backend.fpmath)
     so = ort.SessionOptions()
     so.log_severity_level = 3
+    if _shared_pool_threads is not None and not backend.shared_pool:
+        raise ProviderError("this process has a shared pool, beside which no graph can have its own; pass shared_pool")
     if backend.shared_pool:
         _share_pool(backend.threads)
         so.use_per_session_threads = False
@@ -132,10 +139,9 @@ def open_session(path: Path, backend: Backend, *, profile: Path | None = None) -
         so.add_session_config_entry(name, value)
     if profile is not None:
         so.enable_profiling, so.profile_file_prefix = True, os.fspath(profile)
+    names = prepare_options(so, backend.provider, backend.fpmath, backend.threads)
     try:
-        session = ort.InferenceSession(
-            os.fspath(path), so, providers=provider_chain(backend.provider), enable_fallback=0
-        )
+        session = ort.InferenceSession(os.fspath(path), so, providers=names, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         reason = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason}") from error
@@ -196,6 +202,8 @@ def _share_pool(threads: int) -> None:
     global _shared_pool_threads
     if _shared_pool_threads == threads:
         return
+    if not hasattr(ort, "set_global_thread_pool_sizes"):
+        raise ProviderError(f"ONNX Runtime {ort.__version__} has no shared pool; it came later, 1.32 has it")
     try:
         ort.set_global_thread_pool_sizes(threads, 1)
     except Exception as error:  # as above

@@ -12,6 +12,7 @@ import pytest
 from dflash_ort.exporter.export import ExportOptions, export_bundle, read_drafter_option, read_target
 from dflash_ort.exporter.linear import Precision
 from dflash_ort.models.presets import PRESETS, drafter_dir, fetch_target
+from tests.settings import PORTABLE
 from tests.tiny import TinyShape, write_drafter, write_target
 
 
@@ -26,7 +27,6 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """A function from precision (and shape, and drafter options) to a tiny bundle's directory."""
     root = tmp_path_factory.mktemp("tiny")
 
-    @cache
     def make(
         precision: Precision,
         shape: TinyShape = TinyShape(),  # noqa: B008  frozen
@@ -34,14 +34,22 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         block_size: int = 6,
         pad_attention: bool = True,
         extensions: tuple[str, ...] = (),
+        portable: bool = False,
     ) -> Path:
-        name = f"{precision}-{abs(hash((shape, draft_vocab, block_size, pad_attention, extensions)))}"
+        name = f"{precision}-{abs(hash((shape, draft_vocab, block_size, pad_attention, extensions, portable)))}"
+        output = root / name
+        if output.exists():
+            return output
         target = write_target(root / f"{name}-target", shape)
         drafter = write_drafter(
             root / f"{name}-drafter", shape, draft_vocab=draft_vocab, block_size=block_size, extensions=extensions
         )
-        output = root / name
-        options = ExportOptions(precision=precision, draft_precision=precision, pad_attention=pad_attention)
+        options = ExportOptions(
+            precision=precision,
+            draft_precision=precision,
+            pad_attention=pad_attention,
+            portable=portable or PORTABLE,
+        )
         export_bundle(read_target(target), read_drafter_option(str(drafter)), output, options)
         return output
 

@@ -40,7 +40,7 @@ THIRD_PARTIES = {
     "models": set(),
     "controller": {"numpy", "sklearn"},
     "exporter": {"numpy", "onnx", "onnx_ir", "safetensors", "gguf", "ml_dtypes", "tokenizers"},
-    "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2"},
+    "runtime": {"numpy", "onnxruntime", "onnxruntime_ep_openvino", "tokenizers", "jinja2"},
     "distill": {"numpy", "torch"},
     "cli": {"click", "rich"},
 }

@@ -23,6 +23,7 @@ from dflash_ort.runtime.drafters import Drafter
 from dflash_ort.runtime.engine import Generation
 from dflash_ort.runtime.target import TargetPass
 from tests.fakes import GivenDrafterEngine, OracleDrafter, RandomLengths, Recording, WatchedLength, byte_ids, only_parts
+from tests.settings import PROVIDER
 from tests.tiny import EXTENSIONS
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
@@ -79,7 +80,7 @@ class Lab:
     """One engine, and the many ways of getting an answer from it."""
 
     def __init__(self, directory: Path) -> None:
-        engine = GivenDrafterEngine.load(directory)
+        engine = GivenDrafterEngine.load(directory, provider=PROVIDER)
         assert isinstance(engine, GivenDrafterEngine)
         self.engine = engine
         bundle = engine._opened()
@@ -232,7 +233,7 @@ def test_a_reduced_vocabulary_and_another_block_size_change_nothing(tiny_bundle:
     answers = set()
     extended = [{"extensions": (name,)} for name in EXTENSIONS] + [{"extensions": EXTENSIONS, "block_size": 1}]
     for options in ({}, {"draft_vocab": 100}, {"block_size": 2}, {"block_size": 11}, *extended):
-        with GivenDrafterEngine.load(tiny_bundle("int8", **options)) as engine:
+        with GivenDrafterEngine.load(tiny_bundle("int8", **options), provider=PROVIDER) as engine:
             for drafter, length in itertools.product(("none", "dflash"), ("fixed:1", "fixed:max")):
                 answer = engine.generate("hello", params, raw=True, drafter=drafter, controller=length)
                 answers.add(outcome(answer))
