@@ -109,6 +109,7 @@ def _benchmark(root: Path) -> None:
         _say(f"comparing the providers, {precision}")
         few = ("--suites", "chat,code,maths,extraction", "--max-new-tokens", "24", "--repeats", "3")
         _inside(root, "/venv/bin/python", "-m", "benchmarks.backends", bundle, "provider=cpu", "provider=dnnl", *few)
+        _inside(root, "/venv/bin/python", "-m", "benchmarks.choices", bundle)
         _inside(root, "/venv/bin/dflash-ort", "inspect", bundle, "--placement", "--provider", "dnnl")
 
 
