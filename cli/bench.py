@@ -51,6 +51,9 @@ _SHARE = click.FloatRange(0.0, 1.0)
 @click.option("--per-suite", type=_POSITIVE, help="Only so many prompts of each suite.  [default: all]")
 @click.option("--max-new-tokens", type=_POSITIVE, default=128, show_default=True, help="Longest answer, in tokens.")
 @click.option("--repeats", type=_POSITIVE, default=3, show_default=True, help="Times each answers each prompt.")
+@click.option(
+    "--interleave", is_flag=True, help="Let all answers to a prompt grow together, round by round: less noise."
+)
 @click.option("--temperature", type=float, help="For all prompts; 0 is greedy.  [default: each prompt's own, or 0]")
 @click.option("--seed", type=int, default=7, show_default=True, help="Of sampling, and of the intervals.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
@@ -87,7 +90,7 @@ def bench(bundles: tuple[str, ...], **options: Any) -> None:
 
     entries = parse_controllers(options["controllers"])
     prompts = select_prompts(bench_prompts(options["prompts_file"]), options["suites"], options["per_suite"])
-    names = ("max_new_tokens", "repeats", "temperature", "seed", "ignore_eos")
+    names = ("max_new_tokens", "repeats", "interleave", "temperature", "seed", "ignore_eos")
     settings = BenchSettings(
         **{name: options[name] for name in names}, template_arguments=template_arguments(options["template_arg"])
     )

@@ -2,14 +2,14 @@
 
 One process, one request at a time. Every contestant answers a prompt before the next prompt begins, in an order that
 turns by one from prompt to prompt and from repeat to repeat, so that the machine's drift falls on all alike.
+Interleaved, their answers take turns round by round: then what the machine does for a second falls on all alike too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, get_args
 
@@ -69,10 +69,14 @@ def _entry(label: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How prompts are answered. ``temperature`` None takes each prompt's own, greedy where it has none."""
+    """How prompts are answered. ``temperature`` None takes each prompt's own, greedy where it has none.
+
+    ``interleave``: all answers to a prompt grow together, the shortest of them next, instead of one after the other.
+    """
 
     max_new_tokens: int = 128
     repeats: int = 3
+    interleave: bool = False
     temperature: float | None = None
     seed: int = 7
     ignore_eos: bool = False
@@ -98,7 +102,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer. Seconds are the caller's: from the call to the first chunk, and from the first chunk to the last."""
+    """One answer. Seconds are the caller's: spent waiting for the first chunk, and for the others."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -107,7 +111,7 @@ class Run:
     decoded: int
     """Tokens that came in ``decode_s``: all but the first chunk's."""
     gaps: tuple[float, ...]
-    """Seconds between chunks."""
+    """Seconds of each chunk but the first."""
     statistics: Statistics
     steps: tuple[Step, ...]
 
@@ -210,7 +214,7 @@ def _warm_up(contestants: Sequence[_Contestant], settings: BenchSettings, progre
     progress("warming up")
     params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, seed=settings.seed, ignore_eos=True)
     for contestant in contestants:
-        _run(contestant, "Count to ten.", params, settings.template_arguments)
+        _answers([contestant], "Count to ten.", params, settings)
 
 
 def _conversation(
@@ -230,9 +234,8 @@ def _conversation(
             return turns, [Skipped(prompt.suite, prompt.id, turn, str(error))]
         runs: dict[Key, list[Run]] = {c.key: [] for c in contestants}
         for repeat in range(settings.repeats):
-            for contestant in in_turn(contestants, number + repeat):
-                run = _run(contestant, message, params, settings.template_arguments)
-                runs[contestant.key].append(run)
+            for key, run in _answers(in_turn(contestants, number + repeat), message, params, settings).items():
+                runs[key].append(run)
         turns.append(Turn(number, prompt.suite, prompt.id, turn, params.temperature, runs))
         said.append({"role": "assistant", "content": _plain(contestants, runs).text})
     return turns, []
@@ -249,35 +252,77 @@ def in_turn(contestants: Sequence[Any], turn: int) -> list[Any]:
     return [*contestants[start:], *contestants[:start]]
 
 
-def _run(
-    contestant: _Contestant, message: Prompt, params: SamplingParams, template_arguments: Mapping[str, Any]
-) -> Run:
-    records: list[RoundRecord] = []
-    times: list[float] = []
-    first = 0
-    with unpadded(contestant.engine) if contestant.entry.unpadded else nullcontext():
+def _answers(
+    contestants: Sequence[_Contestant], message: Prompt, params: SamplingParams, settings: BenchSettings
+) -> dict[Key, Run]:
+    """One answer of each, one after the other or interleaved."""
+    with ExitStack() as stack:
+        answers = [_Answer(contestant) for contestant in contestants]
+        together = [answers] if settings.interleave else [[answer] for answer in answers]
+        for group in together:
+            for answer in group:
+                answer.ask(message, params, settings.template_arguments, stack)
+            growing = list(group)
+            while growing:
+                shortest = min(growing, key=lambda answer: answer.tokens)
+                if not shortest.grow():
+                    growing.remove(shortest)
+        return {answer.contestant.key: answer.run() for answer in answers}
+
+
+class _Answer:
+    """An answer that grows chunk by chunk; between chunks others may use the engine."""
+
+    def __init__(self, contestant: _Contestant) -> None:
+        self.contestant = contestant
+        self.tokens = 0
+        self._first = 0
+        self._seconds: list[float] = []
+        self._records: list[RoundRecord] = []
+
+    def ask(
+        self, message: Prompt, params: SamplingParams, template_arguments: Mapping[str, Any], stack: ExitStack
+    ) -> None:
+        """Begin; what it holds is let go at the stack's end. The time is a part of the first chunk's."""
         began = perf_counter()
-        with contestant.engine.stream(
-            message,
-            params,
-            template_arguments=template_arguments,
-            drafter=contestant.entry.drafter,
-            controller=contestant.controller,
-            on_round=records.append,
-        ) as stream:
-            for chunk in stream:
-                times.append(perf_counter())
-                first = first if len(times) > 1 else len(chunk.token_ids)
-            return Run(
-                token_ids=stream.token_ids,
-                text=stream.text,
-                ttft_s=times[0] - began,
-                decode_s=times[-1] - times[0],
-                decoded=len(stream.token_ids) - first,
-                gaps=tuple(after - before for before, after in pairwise(times)),
-                statistics=stream.statistics,
-                steps=tuple(_step(record) for record in records),
+        self._stream = stack.enter_context(
+            self.contestant.engine.stream(
+                message,
+                params,
+                template_arguments=template_arguments,
+                drafter=self.contestant.entry.drafter,
+                controller=self.contestant.controller,
+                on_round=self._records.append,
             )
+        )
+        self._asking = perf_counter() - began
+
+    def grow(self) -> bool:
+        """Wait for the next chunk; False when there is none."""
+        with unpadded(self.contestant.engine) if self.contestant.entry.unpadded else nullcontext():
+            began = perf_counter()
+            chunk = next(self._stream, None)
+            ended = perf_counter()
+        if chunk is None:
+            return False
+        self._seconds.append(ended - began)
+        self.tokens += len(chunk.token_ids)
+        if len(self._seconds) == 1:
+            self._first = self.tokens
+        return True
+
+    def run(self) -> Run:
+        first, *others = self._seconds
+        return Run(
+            token_ids=self._stream.token_ids,
+            text=self._stream.text,
+            ttft_s=self._asking + first,
+            decode_s=sum(others),
+            decoded=len(self._stream.token_ids) - self._first,
+            gaps=tuple(others),
+            statistics=self._stream.statistics,
+            steps=tuple(_step(record) for record in self._records),
+        )
 
 
 def _step(record: RoundRecord) -> Step:

@@ -12,7 +12,7 @@ from dflash_ort.runtime.engine import Engine
 def unpadded(engine: Engine) -> Iterator[None]:
     """While it lasts, no pass of the engine is padded, so the last bits of one-row passes may differ from the rest.
 
-    It holds for every stream of the engine; use it with one at a time, from its beginning to its end.
+    It holds for every stream of the engine: use it around each chunk of one stream, from its first to its last.
     """
     target = engine._opened().target
     before = target.attention_floor, target.row_floor

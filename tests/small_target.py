@@ -3,8 +3,8 @@
     python -m tests.small_target DIRECTORY [--minutes 10]
 
 Writes a Hugging Face directory, ``DIRECTORY/model``, and two prompt files of raw text that it was not trained on:
-``train.jsonl``, for a drafter to learn from, and ``held-out.jsonl``, to judge it (docs/distilling.md). Needs the extra
-``dev`` (torch, transformers).
+``train.jsonl``, for a drafter to learn from, and ``held-out.jsonl``, to judge it (docs/narrow-traffic.md shows the
+commands, docs/log.md what came of it). Needs the extra ``dev`` (torch, transformers).
 """
 
 from __future__ import annotations

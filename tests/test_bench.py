@@ -162,9 +162,10 @@ class StubStream:
         self.token_ids, self.text = (1, 2, 3), f"said {name}"
         self.statistics = statistics()
 
-    def __iter__(self) -> Iterator[Chunk]:
-        yield Chunk(0, "a", (1,))
-        yield Chunk(0, "b", (2, 3))
+        self._chunks = iter((Chunk(0, "a", (1,)), Chunk(0, "b", (2, 3))))
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
 
 
 def run_stub(engine: StubEngine, controllers: str, prompts: Sequence[BenchPrompt], repeats: int = 2) -> Measurements:

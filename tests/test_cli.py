@@ -11,10 +11,12 @@ import pytest
 
 from dflash_ort import __version__
 from dflash_ort.cli.main import cli
+from dflash_ort.defaults import PROVIDERS
 from dflash_ort.errors import RequestError
 from dflash_ort.models.manifest import MANIFEST, read_manifest
 from dflash_ort.params import SamplingParams
 from dflash_ort.runtime.engine import DEFAULT_CONTROLLER, Engine
+from dflash_ort.runtime.providers import how_to_get, installed_providers
 from docs.cli_reference import PAGE, reference
 from tests.shell import BLOCK, Home, Outcome, Terminal, at_home, call, finish, json_of, start
 
@@ -284,14 +286,10 @@ class TestDoctor:
     def test_with_a_default_bundle(self, home: Home) -> None:
         shown = call("doctor")
         assert shown.code == 0
-        for part in (
-            __version__,
-            "dnnl is not here (no wheel has it",
-            "provider cpu (the only one installed)",
-            str(home.bundle),
-            "exact here",
-            DEFAULT_CONTROLLER,
-        ):
+        installed = installed_providers()
+        here = [name if name in installed else f"{name} is not here ({how_to_get(name)})" for name in PROVIDERS]
+        why = "(the only one installed)" if len(installed) == 1 else "(measured, "
+        for part in (__version__, ", ".join(here), why, str(home.bundle), "exact here", DEFAULT_CONTROLLER):
             assert part in shown.out
         assert json_of(call("doctor", "--json"))["exact here"].startswith("yes")
 

@@ -1,7 +1,7 @@
 """`make test-dnnl`: a minimal Debian 13 whose ONNX Runtime (1.21) has oneDNN's provider; our tests and benchmark in it.
 
-Needs Linux and root (for debootstrap and chroot), a quarter of an hour and two gigabytes. The root is kept and used
-again; delete its directory to make it anew. Mounts are in a namespace of their own and go with it.
+Needs Linux, git and root (for debootstrap and chroot), a quarter of an hour and two gigabytes. The root is kept and
+used again; delete its directory to make it anew. Mounts are in a namespace of their own and go with it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.dnnl.root import MADE, PROJECT, begin, copy_project, is_made, refusal
+
 SUITE = "trixie"
 PACKAGES = "python3,python3-venv,python3-pip,python3-numpy,python3-onnxruntime,libre2-11"
 PYTHON = "3.13"
 """Debian 13's."""
 PRECISIONS = ("fp32", "int8")
-TESTS = ("tests/test_lossless.py", "tests/dnnl")
-SOME = "(greedy and not penalties and not bias and not min) or once or default_pair"
-"""Of the lossless matrix, by name."""
+TESTS = ("tests/test_lossless.py", "tests/test_portable.py", "tests/dnnl")
+SOME = "(greedy and not penalties and not bias and not min) or once or test_portable or default_pair"
+"""Of the lossless matrix, by name, and all of the others."""
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 """oneDNN's threads wait busily otherwise: beside any other work a pass of a tiny model took 420 ms instead of 0.4."""
+_TAIL = 20
+"""Lines shown of a quiet command that failed."""
 _BUNDLES, _SOURCE, _WHEELS, _CACHE = "bundles", "src", "wheels", "cache"
 
 
@@ -39,6 +43,11 @@ def main() -> None:
         sys.exit("error: this makes a Debian root with debootstrap, which needs Linux and the rights of root")
     root: Path = arguments.root.resolve()
     try:
+        why_not = refusal(root)
+        if why_not is not None:
+            sys.exit(f"error: {why_not}")
+        if arguments.only in ("tests", "benchmark") and not is_made(root):
+            sys.exit(f"error: there is no Debian root in '{root}' yet; make it with --only setup")
         if arguments.only in (None, "setup"):
             _make(root)
             _install(root)
@@ -48,21 +57,21 @@ def main() -> None:
             _benchmark(root)
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: this failed with {error.returncode}: {' '.join(map(str, error.cmd[-6:]))}")
+    except OSError as error:
+        sys.exit(f"error: {error}")
 
 
 def _make(root: Path) -> None:
     """The Debian root; half-made ones are made again."""
-    done = root / ".made"
-    if done.exists():
+    if is_made(root):
         return
     if shutil.which("debootstrap") is None:
         _say("installing debootstrap")
         _run("apt-get", "install", "--yes", "--quiet", "debootstrap")
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
+    begin(root)
     _say(f"making a Debian root in {root}")
     _run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, root, quiet=True)
-    done.touch()
+    (root / MADE).touch()
 
 
 def _install(root: Path) -> None:
@@ -77,8 +86,7 @@ def _install(root: Path) -> None:
     _run(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *where, *needed)
     source = root / _SOURCE
     shutil.rmtree(source, ignore_errors=True)
-    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "build", ".*_cache", root.name)
-    shutil.copytree(PROJECT, source, symlinks=True, ignore=ignored)
+    copy_project(source)
     _say("installing the project in it")
     _inside(root, "python3", "-m", "venv", "--system-site-packages", "/venv")
     offline = ("/venv/bin/pip", "install", "--quiet", "--no-index", "--find-links", f"/{_WHEELS}")
@@ -122,22 +130,28 @@ def _inside(root: Path, *command: str, **environment: str) -> None:
 
 
 def _run(*command: str | Path, quiet: bool = False, drop: str | None = None) -> None:
-    """Raises CalledProcessError. ``drop``: lines to leave out of what it prints on standard error.
+    """Raises CalledProcessError, and OSError for a program that is not there.
 
-    Debian's build registers ONNX's operators twice and says so a thousand times.
+    ``quiet``: of what it prints show the end, and only when it fails. ``drop``: lines to leave out of what it prints on
+    standard error: Debian's build registers ONNX's operators twice and says so a thousand times.
     """
     words: Sequence[str] = [os.fspath(word) for word in command]
     process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if quiet else None,
-        stderr=subprocess.PIPE if drop else None,
+        stdout=subprocess.PIPE if quiet else None,
+        stderr=subprocess.STDOUT if quiet else subprocess.PIPE if drop else None,
         text=True,
+        errors="replace",
     )
-    for line in process.stderr or ():
-        if line.strip() and drop and drop not in line:
+    last: deque[str] = deque(maxlen=_TAIL)
+    for line in (process.stdout if quiet else process.stderr) or ():
+        if quiet:
+            last.append(line)
+        elif line.strip() and drop and drop not in line:
             sys.stderr.write(line)
     if process.wait():
+        sys.stderr.writelines(last)
         raise subprocess.CalledProcessError(process.returncode, words)
 
 
