@@ -29,6 +29,7 @@ from dflash_ort.controller.protocol import DraftOrder, RoundState
 from dflash_ort.records import Draft, RequestRound, RoundRecord, VerifyPlan
 
 _TRUSTED = 0.9
+_NOBODY = DraftOrder()
 
 
 class Adaptive:
@@ -49,7 +50,7 @@ class Adaptive:
         self.hazards = {kind: HazardModel(prior) for kind, prior in priors.items()}
         self.kinds = [kind for kind in priors if family(kind, draws=True) in priors]
         self._requests: dict[int, Progress] = {}
-        self._rates = Progress(tokens=1.0, rounds=1.0, seconds=costs.passes(1, 0)[0] + costs.table.other)
+        self._rates = Progress(tokens=1.0, rounds=1.0, seconds=costs.one_pass(1, 0) + costs.table.other)
         self._populations: dict[str, Population] = {}
 
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
@@ -63,10 +64,12 @@ class Adaptive:
                 return self._order(progress, kind, limit)
         if lookup is not None and free > 0.0:
             return DraftOrder(lookup.kind, len(lookup.token_ids))
-        return DraftOrder()
+        return _NOBODY
 
     def plan(self, drafts: Sequence[Draft]) -> VerifyPlan:
         """Verify lengths by marginal worth: the best slots of all requests together."""
+        if len(drafts) == 1 and not drafts[0].token_ids and (plain := self._plain(drafts[0])) is not None:
+            return plain
         live = [(draft, self._requests[draft.request_id]) for draft in drafts if draft.request_id in self._requests]
         curves = [self._survival(progress, draft) for draft, progress in live]
         for (draft, progress), curve in zip(live, curves, strict=True):
@@ -83,6 +86,15 @@ class Adaptive:
         seconds = passes[rows - 1] * costs.drift + costs.other() + costs.sampling() if live else None
         return VerifyPlan({d.request_id: n for (d, _), n in zip(live, lengths, strict=True)}, committed, seconds)
 
+    def _plain(self, draft: Draft) -> VerifyPlan | None:
+        """The plan for one request of which nothing was drafted; None where there is more to it."""
+        progress = self._requests.get(draft.request_id)
+        if progress is None or progress.state is None or draft.kind in progress.arms:
+            return None
+        costs = self.costs
+        seconds = costs.one_pass(1, progress.state.context_length) * costs.drift + costs.other() + costs.sampling()
+        return VerifyPlan({draft.request_id: 0}, 1.0, seconds)
+
     def observe(self, record: RoundRecord) -> None:
         """Learn acceptance, costs and rates."""
         drafted = any(p.num_drafted and p.kind in self._populations for p in record.requests)
@@ -91,8 +103,7 @@ class Adaptive:
             progress = self._requests.get(part.request_id)
             if progress is None:
                 continue
-            for kind in self.kinds:
-                model = self._model(kind, progress)
+            for kind, model in progress.models.items():
                 if kind == part.kind:
                     model.observe(part)
                 else:
@@ -109,7 +120,7 @@ class Adaptive:
                 if not arm.learnt:
                     continue  # what nobody asked has shown nothing
                 population.requests = min(population.requests + 1.0, self.settings.population_requests)
-                worth = arm.corrected * self._model(kind, progress).trust(request_id)
+                worth = arm.corrected * progress.models[kind].trust(request_id)
                 population.value += (worth - population.value) / population.requests
         for model in self.hazards.values():
             model.forget(request_id)
@@ -119,26 +130,31 @@ class Adaptive:
         if progress is None:
             rounds = self.settings.rate_memory / 4
             scale = rounds / self._rates.rounds
-            progress = Progress(self._rates.tokens * scale, rounds, self._rates.seconds * scale)
+            models = {kind: self.hazards[family(kind, state.draws)] for kind in self.kinds}
+            progress = Progress(self._rates.tokens * scale, rounds, self._rates.seconds * scale, models)
             self._requests[state.request_id] = progress
-        progress.state = state
-        progress.passes = self.costs.passes(max(state.limits.values(), default=0) + 1, state.context_length)
+        progress.state, progress.passes = state, []
         return progress
 
-    def _model(self, kind: str, progress: Progress) -> HazardModel:
-        return self.hazards[family(kind, progress.state is not None and progress.state.draws)]
+    def _row_costs(self, progress: Progress) -> list[float]:
+        """The round's passes; a plain round asks for none, and its Python runs on cold caches."""
+        if not progress.passes:
+            assert progress.state is not None
+            most = max(progress.state.limits.values(), default=0)
+            progress.passes = self.costs.passes(most + 1, progress.state.context_length)
+        return progress.passes
 
     def _survival(self, progress: Progress, draft: Draft) -> list[float]:
         """``S(1..)`` of as many drafts as may be verified."""
         if not draft.token_ids:
             return []
-        model = self._model(draft.kind, progress)
+        model = progress.models[draft.kind]
         curve = model.survival(draft.request_id, draft)
         return curve if model.trust(draft.request_id) > _TRUSTED else curve[: self.settings.cautious_length]
 
     def _gains(self, progress: Progress, survival: list[float]) -> list[float]:
         """``sum_{i<=n} S(i) - lambda (t_verify(n + 1) - t_verify(1))`` for n = 1, 2, ..., in tokens."""
-        rate, passes = progress.rate, progress.passes
+        rate, passes = progress.rate, self._row_costs(progress)
         one = passes[0]
         return [s - rate * (t - one) for s, t in zip(accumulate(survival), passes[1:], strict=False)]
 
@@ -146,7 +162,9 @@ class Adaptive:
         """Whether a drafter's expected value, less its time, beats what is free; or it is time to try it again."""
         settings, state = self.settings, progress.state
         assert state is not None
-        population = self._populations.setdefault(kind, Population(settings.first_value))
+        population = self._populations.get(kind)
+        if population is None:
+            population = self._populations[kind] = Population(settings.first_value)
         arm = progress.arms.get(kind)
         if arm is None:
             arm = progress.arms[kind] = Arm(
@@ -156,7 +174,7 @@ class Adaptive:
         price = progress.rate * self._draft_seconds(kind, state, horizon)
         arm.trying = False
         optimism = settings.optimism * min(1.0, state.remaining / settings.long_answer)
-        worth = arm.hope(optimism) * self._model(kind, progress).trust(state.request_id)
+        worth = arm.hope(optimism) * progress.models[kind].trust(state.request_id)
         if worth - price > free:
             self._keep(arm, population)
             return True
@@ -221,7 +239,7 @@ class Adaptive:
         assert state is not None
         if not state.draws and not step:
             return DraftOrder(kind, limit)
-        model, passes = self._model(kind, progress), progress.passes
+        model, passes = progress.models[kind], self._row_costs(progress)
         trust, population = model.trust(state.request_id), self._populations[kind]
         if trust <= _TRUSTED:
             return DraftOrder(kind, min(limit, self.settings.cautious_length))
@@ -250,7 +268,7 @@ class Adaptive:
         arm.blocks = min(arm.blocks + 1.0, self.settings.value_memory)
         arm.seen += 1.0
         arm.learnt = True
-        trust = self._model(draft.kind, progress).trust(draft.request_id)
+        trust = progress.models[draft.kind].trust(draft.request_id)
         surprise = max(0.0, *self._gains(progress, [s / trust for s in survival])) - arm.value
         arm.value += surprise / arm.blocks
         arm.variance += (surprise * surprise * (1.0 - 1.0 / arm.blocks) - arm.variance) / arm.blocks
@@ -269,14 +287,14 @@ class Adaptive:
 
     def _passes(self, live: Sequence[tuple[Draft, Progress]], rows: int) -> list[float]:
         """Table seconds of passes of 1 to at least ``rows`` rows for these requests together."""
-        if len(live) == 1 and len(live[0][1].passes) >= rows:
-            return live[0][1].passes
+        if len(live) == 1 and len(passes := self._row_costs(live[0][1])) >= rows:
+            return passes
         contexts = [progress.state.context_length for _, progress in live if progress.state is not None]
         return self.costs.passes(max(rows, 1), sum(contexts) // max(len(contexts), 1))
 
     def _observe_request(self, progress: Progress, part: RequestRound, record: RoundRecord, load: float) -> None:
         costs, settings = self.costs, self.settings
-        seconds = costs.passes(record.total_rows, part.context_length)[-1] + costs.table.other
+        seconds = costs.one_pass(record.total_rows, part.context_length) + costs.table.other
         arm = progress.arms.get(part.kind)
         if arm is not None and record.draft_s > 0.0:
             population = self._populations[part.kind]

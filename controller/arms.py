@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dflash_ort.controller.acceptance import HazardModel
 from dflash_ort.controller.protocol import RoundState
 
 RIGHT_BLOCKS = 16.0
@@ -82,13 +84,15 @@ class Progress:
     tokens: float
     rounds: float
     seconds: float
+    models: Mapping[str, HazardModel] = field(default_factory=dict)
+    """Of its drafters, by kind."""
     arms: dict[str, Arm] = field(default_factory=dict)
     elapsed: float = 0.0
     """Table seconds of all rounds, where ``seconds`` are those of recent ones."""
     verify_rounds: int = 0
     state: RoundState | None = None
     passes: list[float] = field(default_factory=list)
-    """Table seconds of passes of 1, 2, ... rows in this round's context."""
+    """Table seconds of passes of 1, 2, ... rows in this round's context; none before something needs them."""
 
     @property
     def rate(self) -> float:

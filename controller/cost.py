@@ -97,6 +97,15 @@ class CostModel:
             known.extend(last + step * extra for extra in range(1, max_rows - len(known) + 1))
         return known
 
+    def one_pass(self, rows: int, context: int) -> float:
+        """The last of `passes`, to the bit, at a part of its price."""
+        left, share = self._place(context)
+        first = self._passes[left]
+        if rows > len(first):
+            return self.passes(rows, context)[-1]
+        seconds = first[rows - 1]
+        return seconds + share * (self._passes[left + 1][rows - 1] - seconds) if share else seconds
+
     def block(self, context: int, pending: int = 1, drafts: int = 1) -> float:
         """Table seconds of drafting a block: ``pending`` rows injected on the way, ``drafts`` made of it."""
         table = self.table
@@ -131,7 +140,7 @@ class CostModel:
         Returns how many times the table's seconds its pass took: the drift of this round alone.
         """
         context = max((part.context_length for part in record.requests), default=0)
-        expected = self.passes(record.total_rows, context)[-1] + after_draft * self.table.after_draft
+        expected = self.one_pass(record.total_rows, context) + after_draft * self.table.after_draft
         if record.verify_s <= 0.0 or expected <= 0.0:
             return self.drift
         slowness = record.verify_s / expected

@@ -8,7 +8,7 @@ Interleaved, their answers take turns round by round: then what the machine does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, get_args
@@ -284,9 +284,9 @@ class _Answer:
         self, message: Prompt, params: SamplingParams, template_arguments: Mapping[str, Any], stack: ExitStack
     ) -> None:
         """Begin; what it holds is let go at the stack's end. The time is a part of the first chunk's."""
-        began = perf_counter()
-        self._stream = stack.enter_context(
-            self.contestant.engine.stream(
+        with self._padding():
+            began = perf_counter()
+            stream = self.contestant.engine.stream(
                 message,
                 params,
                 template_arguments=template_arguments,
@@ -294,12 +294,12 @@ class _Answer:
                 controller=self.contestant.controller,
                 on_round=self._records.append,
             )
-        )
-        self._asking = perf_counter() - began
+            self._stream = stack.enter_context(stream)
+            self._asking = perf_counter() - began
 
     def grow(self) -> bool:
         """Wait for the next chunk; False when there is none."""
-        with unpadded(self.contestant.engine) if self.contestant.entry.unpadded else nullcontext():
+        with self._padding():
             began = perf_counter()
             chunk = next(self._stream, None)
             ended = perf_counter()
@@ -310,6 +310,9 @@ class _Answer:
         if len(self._seconds) == 1:
             self._first = self.tokens
         return True
+
+    def _padding(self) -> AbstractContextManager[None]:
+        return unpadded(self.contestant.engine) if self.contestant.entry.unpadded else nullcontext()
 
     def run(self) -> Run:
         first, *others = self._seconds

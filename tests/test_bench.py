@@ -126,6 +126,7 @@ class StubEngine:
         self.target = SimpleNamespace(attention_floor=2, row_floor=1)
         self.most_messages = most_messages
         self.asked: list[tuple[str, Any, int]] = []
+        self.grown: list[tuple[str, int]] = []
         self.name_of: dict[int, str] = {}
 
     def max_draft(self, drafter: str) -> int:
@@ -152,19 +153,21 @@ class StubEngine:
         controller = options["controller"]
         name = f"{type(controller).__name__}:{getattr(controller, 'length', '')}"
         self.asked.append((name, prompt, self.target.attention_floor))
-        yield StubStream(name)
+        yield StubStream(name, self)
 
 
 class StubStream:
     """Three tokens, the last of another kind where speculation is said to be wrong."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, engine: StubEngine) -> None:
+        self.name, self.engine = name, engine
         self.token_ids, self.text = (1, 2, 3), f"said {name}"
         self.statistics = statistics()
 
         self._chunks = iter((Chunk(0, "a", (1,)), Chunk(0, "b", (2, 3))))
 
     def __next__(self) -> Chunk:
+        self.engine.grown.append((self.name, self.engine.target.attention_floor))
         return next(self._chunks)
 
 
@@ -183,6 +186,17 @@ class TestMeasuring:
         assert order == [a, b, c, *(a, b, c), *(b, c, a), *(b, c, a), *(c, a, b)]
         assert [prompt for _, prompt, _ in engine.asked[3:]] == ["x"] * 6 + ["y"] * 6
         assert all(len(runs) == 2 for turn in result.turns for runs in turn.runs.values())
+
+    def test_interleaved_answers_grow_together(self) -> None:
+        engine: Any = StubEngine()
+        prompts = [BenchPrompt("s", "a", ("x",))]
+        entries = parse_controllers("off,fixed:1,off-unpadded")
+        result = measure({"stub": engine}, entries, prompts, BenchSettings(repeats=2, interleave=True))
+        a, b, c = ("FixedLength:0", 2), ("FixedLength:1", 2), ("FixedLength:0", 1)
+        warm_up = [x for x in (a, b, c) for _ in range(3)]
+        assert engine.grown == warm_up + [a, b, c] * 3 + [b, c, a] * 3, "one more than there are: the end"
+        for runs in result.turns[0].runs.values():
+            assert [(run.token_ids, run.decoded, len(run.gaps)) for run in runs] == [((1, 2, 3), 2, 1)] * 2
 
     def test_only_the_unpadded_baseline_is_unpadded(self) -> None:
         engine: Any = StubEngine()
