@@ -70,10 +70,12 @@ def _onednn(installed: Sequence[str]) -> dict[str, str]:
         return {}
     from dflash_ort.runtime.onednn import ask_onednn
 
-    said = ask_onednn()
-    if said is None:
+    said = {mode: ask_onednn(fpmath=mode) for mode in ("strict", "bf16")}
+    kernels = [f"{mode}: {found.kernel or 'it does not say'}" for mode, found in said.items() if found is not None]
+    first = next((found for found in said.values() if found is not None), None)
+    if first is None:
         return {"onednn": "does not say what it computes with"}
-    return {"onednn": f"{said.version}, {said.isa}; fp32 matrix products run as {said.kernel or 'it does not say'}"}
+    return {"onednn": f"{first.version}, {first.isa}; fp32 matrix products run as {', '.join(kernels)}"}
 
 
 def _default_bundle(progress: ProgressBar) -> dict[str, str]:

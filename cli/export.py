@@ -106,9 +106,12 @@ def _export(
         raise click.ClickException(
             f"exporting needs more packages ({error.name}): pip install 'dflash-ort[export]'"
         ) from error
+    from dflash_ort.runtime.bundle import check_exportable
     from dflash_ort.runtime.selfcheck import check_bundle
 
     check_output(output, force)
+    of_a_model = drafter not in ("ngram", "none") and (drafter is not None or target is None)
+    check_exportable("dflash" if of_a_model else "none", arguments["portable"])
     name = None
     if target is None:
         known = PRESETS[preset or DEFAULT_PRESET]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_ort.cli.options import backend_arguments, backend_options, find_bundle
+from dflash_ort.cli.console import ProgressBar
+from dflash_ort.cli.options import backend_arguments, backend_options, changed_backend_options, find_bundle
 from dflash_ort.models.manifest import Manifest, check_files, read_manifest
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def inspect(bundle: str | None, with_placement: bool, as_json: bool, **options: 
     BUNDLE is a directory made by `export`, by default the one that `run` uses. Shown are its
     sizes, precision, drafter and quality, and its graphs' inputs and outputs; every file's hash is checked.
     """
+    if not with_placement and (changed := changed_backend_options()):
+        raise click.UsageError(f"{changed[0]} says nothing without --placement")
     path = find_bundle(bundle)
     manifest = read_manifest(path)
     check_files(path, manifest, hashes=True)
@@ -65,7 +68,10 @@ def _placement(path: Path, manifest: Manifest, options: Mapping[str, Any]) -> di
     from dflash_ort.runtime.choice import resolve_backend
     from dflash_ort.runtime.placement import placement
 
-    return placement(path, manifest, resolve_backend(path, **backend_arguments(options)))
+    with ProgressBar() as progress:
+        backend = resolve_backend(path, progress=progress, **backend_arguments(options))
+        progress("running passes")
+        return placement(path, manifest, backend)
 
 
 def _placement_lines(shares: Mapping[str, list[Share]]) -> Iterator[str]:

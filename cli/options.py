@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from dflash_ort.defaults import DEFAULT_CONTROLLER, FPMATHS, PROVIDERS, SPINNINGS
 from dflash_ort.models.manifest import MANIFEST
@@ -16,6 +17,7 @@ from dflash_ort.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_MOST_CPUS = 2**16
 DRAFTERS = ("auto", "dflash", "ngram", "none")
 
 
@@ -132,6 +134,9 @@ def engine_options(function: F) -> F:
     )
 
 
+BACKEND_NAMES = ("provider", "fpmath", "threads", "spinning", "shared_pool", "cpus", "session_options")
+
+
 def backend_options(function: F) -> F:
     """What the graphs run on."""
     return _apply(
@@ -170,11 +175,21 @@ def backend_options(function: F) -> F:
     )
 
 
+def changed_backend_options() -> list[str]:
+    """Those of `backend_options` that the command line of this command names."""
+    context = click.get_current_context()
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in BACKEND_NAMES
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+
+
 def backend_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """`Engine.load`'s arguments from the options' values. Raises click.BadParameter."""
-    names = ("provider", "fpmath", "threads", "spinning", "shared_pool")
     return {
-        **{name: values[name] for name in names},
+        **{name: values[name] for name in BACKEND_NAMES[:5]},
         "cpus": _cpu_list(values["cpus"]),
         "session_options": named_values(values["session_options"], "--session-option"),
     }
@@ -185,7 +200,8 @@ def _cpu_list(text: str | None) -> tuple[int, ...]:
     cpus: list[int] = []
     for part in (text or "").split(",") if text is not None else ():
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        numbers = first.isdecimal() and (not dash or last.isdecimal())
+        if not numbers or not int(first) <= int(last or first) < _MOST_CPUS:
             raise click.BadParameter(f"'{text}' is not a list of processors, as in 0-3,8", param_hint="--cpus")
         cpus += range(int(first), int(last or first) + 1)
     return tuple(cpus)

@@ -12,7 +12,7 @@ from dflash_ort.controller.protocol import RoundState
 RIGHT_BLOCKS = 16.0
 """Blocks that stand for a drafter's being right, until its own have shown otherwise."""
 
-_LEAST_WILLING = 0.4
+_LEAST_WILLING = 0.2
 
 
 @dataclass(slots=True)

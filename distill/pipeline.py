@@ -190,7 +190,7 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RequestError(f"torch cannot use the device '{device}' ({reason}); choose cpu") from None
 
 

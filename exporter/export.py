@@ -227,7 +227,9 @@ def _write(
         precision=options.precision,
         draft_precision=draft_precision,
         files={path.name: file_entry(path) for path in sorted(bundle.iterdir())},
-        oldest_onnxruntime=PORTABLE_ONNXRUNTIME if options.portable else ONNXRUNTIME,
+        # Of ordinary graphs only a drafter's need more: its attention is not causal.
+        oldest_onnxruntime=PORTABLE_ONNXRUNTIME if options.portable or drafter_spec.kind != "dflash" else ONNXRUNTIME,
+        portable=options.portable,
         provenance={
             "arguments": dict(options.arguments),
             "target": dict(target.source),

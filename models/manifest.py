@@ -97,6 +97,8 @@ class Manifest:
     """How the bundle was made: arguments, versions, source hashes."""
     oldest_onnxruntime: str = field(default=ONNXRUNTIME, metadata=MAY_BE_ABSENT)
     """The first version of ONNX Runtime that can load the graphs."""
+    portable: bool = field(default=False, metadata=MAY_BE_ABSENT)
+    """The graphs are those that other providers compute rightly, oneDNN's and OpenVINO's."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

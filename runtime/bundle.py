@@ -15,7 +15,6 @@ from dflash_ort.models.manifest import (
     DRAFT_HEAD_GRAPH,
     DRAFTER_GRAPH,
     ONNXRUNTIME,
-    PORTABLE_ONNXRUNTIME,
     TARGET_GRAPH,
     Manifest,
     check_files,
@@ -76,15 +75,26 @@ def check_runtime(directory: Path, manifest: Manifest, backend: Backend) -> None
     if version_numbers(runtime_version()) < version_numbers(manifest.oldest_onnxruntime):
         raise BundleError(
             f"'{directory}' needs ONNX Runtime {manifest.oldest_onnxruntime}, this is {runtime_version()}; "
-            + (
-                "upgrade it"
-                if manifest.oldest_onnxruntime == PORTABLE_ONNXRUNTIME
-                else "upgrade it, or export with --portable"
-            )
+            + ("upgrade it, or export with --portable" if manifest.oldest_onnxruntime == ONNXRUNTIME else "upgrade it")
         )
-    if backend.provider == "openvino" and manifest.precision == "int8" and manifest.oldest_onnxruntime == ONNXRUNTIME:
+    if manifest.portable:
+        return
+    if backend.provider == "openvino" and manifest.precision == "int8":
         raise BundleError(
             f"OpenVINO cannot run the int8 target of '{directory}'; export with --portable, or choose provider cpu"
+        )
+    if backend.provider == "dnnl":
+        raise BundleError(
+            f"oneDNN computes the graphs of '{directory}' wrongly; export with --portable, or choose provider cpu"
+        )
+
+
+def check_exportable(drafter: str, portable: bool) -> None:
+    """Raise BundleError where this ONNX Runtime could not load what would be exported; ``drafter``: its kind."""
+    if drafter == "dflash" and not portable and version_numbers(runtime_version()) < version_numbers(ONNXRUNTIME):
+        raise BundleError(
+            f"an ordinary drafter needs ONNX Runtime {ONNXRUNTIME}, this is {runtime_version()}; "
+            "upgrade it, or export with --portable"
         )
 
 

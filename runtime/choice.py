@@ -6,17 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from dflash_ort.defaults import Provider
-from dflash_ort.errors import DFlashError, InexactError
+from dflash_ort.errors import BundleError, DFlashError, InexactError
 from dflash_ort.models.manifest import Manifest, read_manifest
 from dflash_ort.models.paths import cache_dir
 from dflash_ort.progress import Progress, silent
-from dflash_ort.runtime.bundle import open_bundle
+from dflash_ort.runtime.bundle import check_runtime, open_bundle
 from dflash_ort.runtime.exactness import make_exact
 from dflash_ort.runtime.machine import machine_key
 from dflash_ort.runtime.providers import installed_providers
@@ -24,12 +25,14 @@ from dflash_ort.runtime.session import Backend
 from dflash_ort.runtime.stored import load_json, store_json
 from dflash_ort.runtime.target import TargetModel
 
-CHOICE_VERSION = 1
+CHOICE_VERSION = 2
 _ROWS = (1, 2, 4, 8)
 _CONTEXT = 128
 _REPEATS = 9
 _CLEARLY = 0.97
 """Another provider must take less than this share of the first one's time: above that, noise would choose."""
+_measuring = Lock()
+"""Two at a time would measure each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +67,27 @@ def choose_provider(
     """The provider for a bundle on this machine, with the other settings of ``backend``.
 
     Measured when it is first asked for (or ``again``) and kept in the user's cache; without ``measure``, and when
-    nothing is known, the default provider. Raises BundleError.
+    nothing is known, the default provider. While it measures, every provider's target is in memory; and a process that
+    has tried oneDNN cannot give it another fpmath mode any more. Raises BundleError.
     """
     candidates = installed_providers()
     if len(candidates) == 1:
         return Choice(candidates[0], note="the only one installed")
     manifest = read_manifest(directory)
-    key = machine_key(backend.under("cpu"), bundle=manifest.identity, choice=CHOICE_VERSION, of=candidates)
+    backends = {name: backend.under(name) for name in candidates}
+    of = {name: one.key() for name, one in backends.items()}
+    key = machine_key(backends["cpu"], bundle=manifest.identity, choice=CHOICE_VERSION, of=of)
     path = cache_dir() / "providers" / f"{key}.json"
-    known = None if again else _read(path)
-    if known is not None:
-        return known
-    if not measure:
-        return Choice("cpu", note="the default; not compared yet")
-    choice = _measured(directory, manifest, backend, candidates, progress)
-    if choice.seconds:
-        store_json(path, asdict(choice), "the choice of provider")
-    return choice
+    with _measuring:
+        known = None if again else _read(path)
+        if known is not None:
+            return known
+        if not measure:
+            return Choice("cpu", note="the default; not compared yet")
+        choice, settled = _measured(directory, manifest, backends, progress)
+        if settled:
+            store_json(path, asdict(choice), "the choice of provider")
+        return choice
 
 
 def resolve_backend(
@@ -107,21 +114,31 @@ def _read(path: Path) -> Choice | None:
 
 
 def _measured(
-    directory: Path, manifest: Manifest, backend: Backend, candidates: list[Provider], progress: Progress
-) -> Choice:
-    """Every candidate's target in turn, repeat by repeat, so that what else the machine does falls on all alike."""
+    directory: Path, manifest: Manifest, backends: Mapping[Provider, Backend], progress: Progress
+) -> tuple[Choice, bool]:
+    """Every candidate's target in turn, repeat by repeat, so that what else the machine does falls on all alike.
+
+    Also whether that is settled: a candidate that failed may do another time, when memory is free, say.
+    """
     targets: dict[Provider, TargetModel] = {}
     refused: dict[str, str] = {}
-    for name in candidates:
+    settled = True
+    for name, backend in backends.items():
         progress(f"trying provider {name} (once per bundle and machine)")
         try:
-            targets[name] = _exact_target(directory, manifest, backend.under(name), progress)
+            check_runtime(directory, manifest, backend)
+        except BundleError as error:
+            refused[name] = str(error)
+            continue
+        try:
+            targets[name] = _exact_target(directory, manifest, backend, progress)
         except InexactError:
             refused[name] = "its rows are not independent"
         except DFlashError as error:
-            refused[name] = str(error)
+            refused[name], settled = str(error), False
     if not targets:  # loading will say what is wrong, or that it is not exact
-        return Choice("cpu", refused=refused, note="; ".join(f"{name}: {why}" for name, why in refused.items()))
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        return Choice("cpu", refused=refused, note=why), False
     runs = {name: _Passes(target) for name, target in targets.items()}
     for repeat in range(_REPEATS):
         progress("comparing providers (once per bundle and machine)", repeat / _REPEATS)
@@ -131,7 +148,7 @@ def _measured(
     found = Choice(first, {name: run.medians() for name, run in runs.items()}, refused)
     times = found.times()
     best = min(runs, key=lambda name: times[name])
-    return replace(found, provider=best) if times[best] < _CLEARLY else found
+    return replace(found, provider=best) if times[best] < _CLEARLY else found, settled
 
 
 def _exact_target(directory: Path, manifest: Manifest, backend: Backend, progress: Progress) -> TargetModel:

@@ -18,7 +18,7 @@ from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.defaults import DEFAULT_CONTROLLER
 from dflash_ort.errors import BundleError, DFlashError, InexactError, RequestError
-from dflash_ort.models.manifest import Manifest
+from dflash_ort.models.manifest import Manifest, read_manifest
 from dflash_ort.params import SamplingParams
 from dflash_ort.progress import Progress, silent
 from dflash_ort.records import Chunk, Request, RoundRecord
@@ -113,6 +113,10 @@ class Engine:
         ProviderError for options.
         """
         check_controller(controller)
+        _check_drafter(drafter)
+        limit = read_manifest(Path(directory)).target.max_context
+        if max_context is not None and not 2 <= max_context <= limit:
+            raise RequestError(f"max_context is {max_context}; this bundle was exported for 2 to {limit}")
         backend = resolve_backend(
             Path(directory),
             provider=provider,
@@ -125,11 +129,7 @@ class Engine:
             shared_pool=shared_pool,
             session_options=session_options,
         )
-        bundle = open_bundle(Path(directory), backend, with_drafter=_check_drafter(drafter) in ("auto", "dflash"))
-        limit = bundle.manifest.target.max_context
-        if max_context is not None and not 2 <= max_context <= limit:
-            raise RequestError(f"max_context is {max_context}; this bundle was exported for 2 to {limit}")
-        context = max_context or limit
+        bundle = open_bundle(Path(directory), backend, with_drafter=drafter in ("auto", "dflash"))
         exact = True
         try:
             make_exact(bundle.target, identity=bundle.manifest.identity, backend=backend, progress=progress)
@@ -139,7 +139,7 @@ class Engine:
             exact = False
         engine = cls(
             bundle,
-            max_context=context,
+            max_context=max_context or limit,
             exact=exact,
             backend=backend,
             drafter=drafter,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_ort.errors import DFlashError
-from dflash_ort.runtime.providers import EXECUTION_PROVIDERS
+from dflash_ort.runtime.providers import EXECUTION_PROVIDERS, reason_of
 
 Array = np.ndarray
 
@@ -43,7 +43,7 @@ class Binding:
         try:
             self._session.run_with_iobinding(self.io)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
-            raise DFlashError(f"ONNX Runtime failed while running a graph: {str(error).splitlines()[0]}") from error
+            raise DFlashError(f"ONNX Runtime failed while running a graph: {reason_of(error)}") from error
 
 
 class Scratch:

@@ -6,7 +6,8 @@ import importlib.util
 import json
 import logging
 import os
-from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from threading import Lock
 from typing import Any
 
 from dflash_ort.defaults import FPMATHS, PROVIDERS, Provider
@@ -28,10 +29,18 @@ _HOW_TO_GET: dict[Provider, str] = {
 
 _FPMATH_VARIABLE = "ONEDNN_DEFAULT_FPMATH_MODE"
 _fpmath_in_use: str | None = None
+_fpmath_found: str | None = None
+"""What the environment said before this process set it."""
 _OPENVINO_REGISTRATION = "dflash-ort.openvino"
+_OPENVINO_PACKAGE = "onnxruntime-ep-openvino"
 _OPENVINO_PRECISIONS = {"strict": "f32", "bf16": "bf16", "f16": "f16"}
 
 logger = logging.getLogger("dflash_ort")
+_lock = Lock()
+_openvino: list[Any] = []
+"""The device, None where there is none, once it was asked for."""
+# What changes oneDNN's kernels, and with them bits and speed, without changing anything that we pass.
+_ONEDNN_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def installed_providers() -> list[Provider]:
@@ -41,23 +50,51 @@ def installed_providers() -> list[Provider]:
     return [name for name in PROVIDERS if name in found or (name == "openvino" and openvino_device() is not None)]
 
 
-@cache
 def openvino_device() -> Any:
     """The processor, as OpenVINO's plugin offers it to ONNX Runtime; None without plugin, or where it offers none.
 
     The plugin is registered with the process when this is first asked. On processors that are not Intel's it registers
     and offers nothing.
     """
+    with _lock:
+        if not _openvino:
+            _openvino.append(_register_openvino())
+        return _openvino[0]
+
+
+def _register_openvino() -> Any:
     if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
         return None
-    plugin = importlib.import_module("onnxruntime_ep_openvino")
     try:
+        plugin = importlib.import_module("onnxruntime_ep_openvino")
         ort.register_execution_provider_library(_OPENVINO_REGISTRATION, plugin.get_library_path())
         devices = [device for device in ort.get_ep_devices() if device.ep_name == plugin.get_ep_name()]
     except Exception as error:  # ONNX Runtime's exceptions share no base class
-        logger.warning("OpenVINO's plugin cannot be used: %s", str(error).splitlines()[0])
+        logger.warning("OpenVINO's plugin cannot be used: %s", reason_of(error))
         return None
     return next((device for device in devices if device.ep_metadata.get("ov_device") == "CPU"), None)
+
+
+def provider_identity(provider: Provider) -> dict[str, str]:
+    """What of a provider's own bits and speed depend on and ONNX Runtime's version does not tell.
+
+    OpenVINO's plugin has a version of its own. oneDNN is a part of ONNX Runtime's build, whose file tells two builds of
+    one version apart, and listens to the environment.
+    """
+    if provider == "openvino":
+        try:
+            return {"plugin": version(_OPENVINO_PACKAGE)}
+        except PackageNotFoundError:
+            return {}
+    if provider == "dnnl":
+        found = {name: os.environ[name] for name in _ONEDNN_VARIABLES if name in os.environ}
+        return {**found, "build": str(ort.get_build_info())}
+    return {}
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what it says, or its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def how_to_get(provider: Provider) -> str:
@@ -70,7 +107,8 @@ def check_provider(provider: str) -> Provider:
     known = next((name for name in PROVIDERS if name == provider), None)
     if known is None:
         raise ProviderError(f"unknown provider '{provider}'; expected auto, {', '.join(PROVIDERS)}")
-    if known not in installed_providers():
+    # The default one is in every build: nobody who asks for it has a plugin loaded.
+    if known != "cpu" and known not in installed_providers():
         raise ProviderError(
             f"provider '{known}' is not in this ONNX Runtime {ort.__version__} "
             f"(it has {', '.join(installed_providers())}): {_HOW_TO_GET[known]}"
@@ -98,7 +136,8 @@ def effective_fpmath(provider: Provider, fpmath: str | None) -> str | None:
 
 
 def _fpmath_of_environment() -> str:
-    mode = os.environ.get(_FPMATH_VARIABLE, "").lower() or "strict"
+    said = os.environ.get(_FPMATH_VARIABLE) if _fpmath_in_use is None else _fpmath_found
+    mode = (said or "strict").lower()
     if mode not in FPMATHS:
         raise ProviderError(f"{_FPMATH_VARIABLE} is '{mode}'; expected {', '.join(FPMATHS)}")
     return mode
@@ -120,11 +159,13 @@ def prepare_options(options: Any, provider: Provider, fpmath: str | None, thread
 
 
 def _use_fpmath(fpmath: str) -> None:
-    global _fpmath_in_use
+    global _fpmath_in_use, _fpmath_found
     if _fpmath_in_use not in (None, fpmath):
         raise ProviderError(
             f"this process already computes with fpmath '{_fpmath_in_use}', which oneDNN reads once; "
             f"use another process for '{fpmath}'"
         )
+    if _fpmath_in_use is None:
+        _fpmath_found = os.environ.get(_FPMATH_VARIABLE)
     os.environ[_FPMATH_VARIABLE] = fpmath.upper()
     _fpmath_in_use = fpmath

@@ -16,6 +16,8 @@ from dflash_ort.runtime.providers import (
     check_provider,
     effective_fpmath,
     prepare_options,
+    provider_identity,
+    reason_of,
 )
 
 MAX_THREADS = 512
@@ -54,7 +56,7 @@ class Backend:
     whether a pool's threads wait for work busily: until their graph's run ends ("stop"), all the time, or not at all.
     Each graph has a pool, and one that spins takes the cores of the other that works: stopping at the end of a run
     halved a round's time on two cores (docs/log.md). ``shared_pool``: one pool for all graphs of the process instead of
-    one each, whatever ``spinning`` says.
+    one each, whose threads wait as ONNX Runtime has them.
     """
 
     threads: int
@@ -87,6 +89,10 @@ class Backend:
             raise ProviderError(f"unknown spinning '{spinning}'; expected {', '.join(SPINNINGS)}")
         known = check_provider(provider)
         _check_cpus(cpus, threads, shared_pool)
+        if cpus and known == "openvino":
+            raise ProviderError("OpenVINO's threads are its own and cannot be pinned; choose cpus or another provider")
+        if shared_pool and how != "stop":
+            raise ProviderError("the shared pool's threads wait as ONNX Runtime has them; choose spinning or the pool")
         _check_session_options(session_options or {})
         mode = effective_fpmath(known, fpmath)
         return cls(threads, known, mode, tuple(cpus), how, shared_pool, dict(session_options or {}))
@@ -108,6 +114,7 @@ class Backend:
             "spinning": self.spinning if self.spinning != "stop" else None,
             "shared_pool": self.shared_pool,
             "options": dict(self.options),
+            "identity": provider_identity(self.provider),
         }
         return described | {name: value for name, value in more.items() if value}
 
@@ -135,16 +142,17 @@ def open_session(path: Path, backend: Backend, *, profile: Path | None = None) -
         so.use_per_session_threads = False
     else:
         so.intra_op_num_threads = backend.threads
-    for name, value in backend.session_options().items():
-        so.add_session_config_entry(name, value)
     if profile is not None:
         so.enable_profiling, so.profile_file_prefix = True, os.fspath(profile)
-    names = prepare_options(so, backend.provider, backend.fpmath, backend.threads)
     try:
+        for name, value in backend.session_options().items():
+            so.add_session_config_entry(name, value)
+        names = prepare_options(so, backend.provider, backend.fpmath, backend.threads)
         session = ort.InferenceSession(os.fspath(path), so, providers=names, enable_fallback=0)
+    except ProviderError:
+        raise
     except Exception as error:  # ONNX Runtime's exceptions share no base class
-        reason = str(error).splitlines()[0]
-        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason}") from error
+        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load '{path}': {reason_of(error)}") from error
     if EXECUTION_PROVIDERS[backend.provider] not in session.get_providers():
         raise ProviderError(f"provider '{backend.provider}' did not start for '{path}'; choose provider cpu")
     return session

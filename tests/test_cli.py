@@ -259,7 +259,7 @@ class TestRun:
         assert arrived == {**expected, **backend, "calibrate": True, "log": None, "log_text": False}
         assert call("run", "Hello", "--cpus=0-2,5", "--provider=dnnl", "--fpmath=bf16", "--spinning=never").error
         assert (arrived["cpus"], arrived["provider"], arrived["fpmath"]) == ((0, 1, 2, 5), "dnnl", "bf16")
-        for wrong in ("a", "1-", "-1", "", "1,,2"):
+        for wrong in ("a", "1-", "-1", "", "1,,2", "3-0", "0-99999999"):
             assert f"'{wrong}' is not a list of processors" in call("run", "Hello", f"--cpus={wrong}").error
 
 

@@ -29,6 +29,8 @@ from dflash_ort.models.manifest import (
     check_files,
     read_manifest,
 )
+from tests.settings import PORTABLE
+from tests.shell import call
 from tests.tiny import TinyShape, write_drafter, write_target
 
 Pair = tuple[TargetCheckpoint, DrafterCheckpoint]
@@ -126,6 +128,22 @@ class TestCheck:
         assert (manifest.quality, manifest.self_check) == (QUALITY, SELF_CHECK)
         assert read_manifest(tmp_path / "out") == manifest
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+class TestRuntime:
+    @pytest.mark.skipif(PORTABLE, reason="only portable graphs load here")
+    def test_without_a_drafter_ordinary_graphs_need_no_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("dflash_ort.runtime.bundle.runtime_version", lambda: "1.21.0")
+        options = ("--target", write_target(tmp_path / "target"), "--output", tmp_path / "out")
+        with_drafter = call("export", *options, "--drafter", write_drafter(tmp_path / "drafter"))
+        assert with_drafter.error == (
+            "an ordinary drafter needs ONNX Runtime 1.32, this is 1.21.0; upgrade it, or export with --portable"
+        )
+        assert call("export", *options).code == 0
+        manifest = read_manifest(tmp_path / "out")
+        assert (manifest.oldest_onnxruntime, manifest.portable) == ("1.21", False)
 
 
 class TestExistingOutput:

@@ -155,7 +155,7 @@ class TestShares:
 class TestInspect:
     def test_text(self, home: Home) -> None:
         shown = call("inspect", home.bundle, "--placement", "--provider", "cpu", "--threads", 1)
-        assert (shown.code, shown.err) == (0, "")
+        assert (shown.code, shown.err) == (0, "running passes\n")
         plain = call("inspect", home.bundle)
         assert "computed by" not in plain.out
         assert shown.out.startswith(plain.out)
@@ -187,3 +187,5 @@ class TestInspect:
     def test_options_that_cannot_be_are_one_line(self, home: Home) -> None:
         assert "has no fpmath modes" in call("inspect", "--placement", "--provider", "cpu", "--fpmath", "bf16").error
         assert "threads is 0" in call("inspect", "--placement", "--threads", 0).error
+        assert "--threads says nothing without --placement" in call("inspect", "--threads", 2).error
+        assert "--spinning says nothing without --placement" in call("inspect", "--spinning", "stop").error

@@ -114,6 +114,17 @@ class TestProviders:
         with pytest.raises(BundleError, match=r"^OpenVINO cannot run the int8 target of .*--portable, or choose"):
             check_runtime(bundle, read_manifest(bundle), backend)
 
+    def test_onednn_has_portable_graphs_only(
+        self, tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It computes the others' reductions over everything, and says nothing."""
+        install(monkeypatch, DNNL)
+        bundle = tiny_bundle("fp32", portable=True)
+        check_runtime(bundle, read_manifest(bundle), Backend.of(provider="dnnl"))
+        bundle = tiny_bundle("fp32")
+        with pytest.raises(BundleError, match=r"^oneDNN computes .* wrongly; export with --portable, or choose"):
+            check_runtime(bundle, read_manifest(bundle), Backend.of(provider="dnnl"))
+
 
 @pytest.mark.usefixtures("dnnl")
 class TestFpmath:
@@ -134,6 +145,19 @@ class TestFpmath:
         assert effective_fpmath("dnnl", "tf32") == "tf32"
         assert effective_fpmath("cpu", None) is None
         assert Backend.of(provider="dnnl").fpmath == "bf16"
+
+    def test_what_one_engine_asked_for_is_not_what_the_user_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        prepare_options(ort.SessionOptions(), "dnnl", "bf16", 1)
+        assert os.environ[VARIABLE] == "BF16"
+        assert effective_fpmath("dnnl", None) == "strict"
+
+    def test_what_else_onednn_listens_to_is_part_of_the_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = [Backend.of(provider="dnnl").key()]
+        for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("OMP_NUM_THREADS", "1")):
+            monkeypatch.setenv(name, value)
+            keys.append(Backend.of(provider="dnnl").key())
+        assert len({str(key) for key in keys}) == 3
+        assert "identity" not in Backend.of().key()
 
     def test_openvino_knows_fewer_and_not_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, openvino=True)
@@ -208,6 +232,12 @@ class TestThreads:
     @pytest.mark.usefixtures("eight_cpus")
     def test_the_shared_pool_is_not_pinned(self) -> None:
         assert refusal(cpus=(0, 1), shared_pool=True).endswith("choose cpus or the shared pool")
+        assert refusal(spinning="never", shared_pool=True).endswith("choose spinning or the pool")
+
+    @pytest.mark.usefixtures("eight_cpus")
+    def test_openvino_has_threads_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, openvino=True)
+        assert refusal(cpus=(0, 1), provider="openvino").startswith("OpenVINO's threads are its own")
 
 
 class TestSessionOptions:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from dflash_ort.exporter.builder import GraphBuilder
 from dflash_ort.exporter.drafter_reader import read_drafter
 from dflash_ort.exporter.export import ExportOptions, export_bundle, read_target
-from dflash_ort.exporter.linear import LinearWeights, Precision, recipe
+from dflash_ort.exporter.linear import LinearWeights, Precision, quantise_channels, recipe
 from dflash_ort.models import graph_names as names
 from dflash_ort.models.manifest import TARGET_GRAPH
 from dflash_ort.runtime.bundle import open_bundle
@@ -231,7 +231,8 @@ class TestInt8:
 
         row_scale = np.maximum(np.abs(x).max(axis=1) * np.float32(1 / 127), np.float32(1e-30))
         activations = np.rint(x / row_scale[:, None]).astype(np.int32)
-        channel_scale = np.maximum(np.abs(weight).max(axis=1) / np.float32(127), np.float32(1e-30))
+        pairs = np.abs(weight[:, ::2]) + np.abs(weight[:, 1::2])
+        channel_scale = np.maximum(pairs.max(axis=1) / np.float32(127), np.float32(1e-30))
         channels = np.rint(weight / channel_scale[:, None]).astype(np.int32)
         integers = activations @ channels.T
         expected = integers.astype(np.float32) * channel_scale * row_scale[:, None]
@@ -241,6 +242,20 @@ class TestInt8:
         assert np.array_equal(np.rint(found / steps), integers)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         np.testing.assert_allclose(run_linear(tmp_path, x, weight, bias), expected + bias, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("signs", [1, -1])
+    def test_large_neighbours_do_not_saturate(self, signs: int, tmp_path: Path) -> None:
+        """Processors without VNNI add two products in 16 bits: 255 * 127 twice would be cut to half."""
+        x, weight = np.ones((3, 64), np.float32), np.full((32, 64), signs, np.float32)
+        np.testing.assert_allclose(run_linear(tmp_path, x, weight, None), np.full((3, 32), 64.0 * signs), rtol=0.01)
+
+    @pytest.mark.parametrize("width", [1, 2, 7, 64])
+    def test_neighbouring_weights_add_up_to_128_at_most(self, width: int) -> None:
+        weight = np.random.default_rng(width).standard_t(2, (50, width)).astype(np.float32)
+        whole, scale = quantise_channels(weight)
+        sizes = np.pad(np.abs(whole.astype(int)), ((0, 0), (0, width % 2)))
+        assert (sizes[:, ::2] + sizes[:, 1::2]).max() <= 128
+        assert (np.abs(weight - whole * scale[:, None]).max(axis=1) <= 0.501 * scale).all()
 
 
 def run_linear(directory: Path, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
