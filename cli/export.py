@@ -110,28 +110,27 @@ def _export(
     from dflash_ort.runtime.selfcheck import check_bundle
 
     check_output(output, force)
-    of_a_model = drafter not in ("ngram", "none") and (drafter is not None or target is None)
-    check_exportable("dflash" if of_a_model else "none", arguments["portable"])
-    name = None
-    if target is None:
-        known = PRESETS[preset or DEFAULT_PRESET]
-        name = known.name
+    known = PRESETS[preset or DEFAULT_PRESET] if target is None else None
+    if drafter is None:
+        drafter = "ngram" if known is None else str(drafter_dir(known))
+    check_exportable("none" if drafter in ("ngram", "none") else "dflash", arguments["portable"])
+    if known is not None:
         target = fetch_target(known, progress=progress)
-        drafter = str(drafter_dir(known)) if drafter is None else drafter
+    assert target is not None
     progress("reading the checkpoint")
-    policy = None if drafter is None else Path(drafter) / POLICY
+    policy = Path(drafter) / POLICY
     options = ExportOptions(
         precision=arguments["precision"],
         draft_precision=arguments["draft_precision"],
         max_context=arguments["max_context"],
         portable=arguments["portable"],
-        policy=policy if policy is not None and policy.is_file() else None,
-        name=name,
+        policy=policy if policy.is_file() else None,
+        name=None if known is None else known.name,
         arguments=arguments,
     )
     return export_bundle(
         read_target(target),
-        read_drafter_option("ngram" if drafter is None else drafter),
+        read_drafter_option(drafter),
         output,
         options,
         force=force,

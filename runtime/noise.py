@@ -27,6 +27,8 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GROUP_STREAM, _MEMBER_STREAM = 1, 2
+_FIRST = 24
+"""Groups looked at first: a call of numpy costs more than a few hundred ids, its caches being cold after a pass."""
 _SLACK = 1e-9
 """Covers the rounding of log in the bound, which is far smaller."""
 
@@ -80,18 +82,18 @@ class PositionNoise:
     def winner(self, logits: np.ndarray, temperature: float) -> int:
         """``argmax(logits / temperature + noise)`` over the whole vocabulary, ties to the lowest id.
 
-        ``logits`` float32 ``[vocab]``. Makes noise only for ids whose logit and whose group's loudest noise
-        together could win.
+        ``logits`` float32 ``[vocab]``. Makes noise only for the groups whose largest logit and loudest noise together
+        could win: a few promising ones first, then whatever their best leaves possible, which is hardly ever anything.
         """
         loudest = self._loudest_of_groups()
         bound = _group_max(logits, len(loudest)) / temperature + loudest
-        best = self._best_in_group(int(np.argmax(bound)), logits, temperature)
-        groups = np.flatnonzero(bound >= best - _SLACK)
-        ids = (groups // GROUPS * SPAN + groups % GROUPS)[:, None] + _MEMBER_OFFSETS
-        inside = ids < self._vocab_size
-        scores = logits[np.where(inside, ids, 0)].astype(np.float64) / temperature
-        possible = inside & (scores + loudest[groups, None] >= best - _SLACK)
-        return self._pick(ids[possible], scores[possible])[0]
+        first = min(_FIRST, len(bound))
+        groups = np.argpartition(bound, -first)[-first:]
+        winner, best = self._best_of(groups, logits, temperature)
+        possible = bound >= best - _SLACK
+        if np.count_nonzero(possible) > np.count_nonzero(possible[groups]):
+            winner, _ = self._best_of(np.flatnonzero(possible), logits, temperature)
+        return winner
 
     def winner_among(self, ids: np.ndarray, scores: np.ndarray) -> int:
         """The id with the largest ``score + noise``, ties to the lowest id; ``scores`` float64, one per id."""
@@ -100,15 +102,16 @@ class PositionNoise:
     def _loudest_of_groups(self) -> np.ndarray:
         """The largest noise in each group, float64; made once, when a whole vocabulary is first asked for."""
         if self._loudest is None:
-            groups = np.arange(-(-self._vocab_size // SPAN) * GROUPS, dtype=np.uint64)
+            spans, rest = divmod(self._vocab_size, SPAN)
+            groups = np.arange(spans * GROUPS + min(rest, GROUPS), dtype=np.uint64)  # those that have a member
             self._loudest = -np.log(_exponential(_bits(self._group_key, groups)) / MEMBERS)
         return self._loudest
 
-    def _best_in_group(self, group: int, logits: np.ndarray, temperature: float) -> float:
-        """The best score, noise added, of one group: a bound that the winner must reach."""
-        ids = group // GROUPS * SPAN + group % GROUPS + _MEMBER_OFFSETS
+    def _best_of(self, groups: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[int, float]:
+        """The best id of these groups, and its score, noise added."""
+        ids = ((groups // GROUPS * SPAN + groups % GROUPS)[:, None] + _MEMBER_OFFSETS).ravel()
         ids = ids[ids < self._vocab_size]
-        return self._pick(ids, logits[ids].astype(np.float64) / temperature)[1]
+        return self._pick(ids, logits[ids].astype(np.float64) / temperature)
 
     def _pick(self, ids: np.ndarray, scores: np.ndarray) -> tuple[int, float]:
         perturbed = scores + self.at(ids)
