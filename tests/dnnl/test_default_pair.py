@@ -43,7 +43,7 @@ def test_speculation_runs_end_to_end_and_changes_nothing_where_rows_are_exact(
         assert answer.exact == engine.exact
         if engine.exact:
             assert answer.token_ids == plain.token_ids
-    if not temperature:
+    if not temperature and engine.manifest.precision == "fp32":  # int8's near-ties fall differently by processor
         assert "Paris" in plain.text
 
 
