@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_ort.runtime.machine import cpu_features
 from tests.dnnl.root import MADE, PROJECT, begin, copy_project, is_made, refusal
 
 SUITE = "trixie"
@@ -101,11 +102,14 @@ def _install(root: Path) -> None:
 
 def _test(root: Path) -> None:
     """Promise 1 under the default provider of that build and, some of it, under oneDNN's, which is slow here."""
-    for provider, some in (("cpu", ()), ("dnnl", ("-k", SOME))):
+    exact = "avx512f" in cpu_features()
+    if not exact:
+        _say(_say("oneDNN's AVX2 kernels do not keep rows independent, and are refused: no lossless tests of them"))
+    for provider, some, tests in (("cpu", (), TESTS), ("dnnl", ("-k", SOME), TESTS if exact else TESTS[-1:])):
         _say(f"testing with provider {provider}")
         environment = {"DFLASH_ORT_TEST_PROVIDER": provider, "DFLASH_ORT_TEST_BUNDLES": f"/{_BUNDLES}"}
         _inside(
-            root, "/venv/bin/python", "-m", "pytest", "-q", "-m", "not pair and not full", *some, *TESTS, **environment
+            root, "/venv/bin/python", "-m", "pytest", "-q", "-m", "not pair and not full", *some, *tests, **environment
         )
 
 
