@@ -104,7 +104,7 @@ def _test(root: Path) -> None:
     """Promise 1 under the default provider of that build and, some of it, under oneDNN's, which is slow here."""
     exact = "avx512f" in cpu_features()
     if not exact:
-        _say(_say("oneDNN's AVX2 kernels do not keep rows independent, and are refused: no lossless tests of them"))
+        _say("oneDNN's AVX2 kernels do not keep rows independent, and are refused: no lossless tests of them")
     for provider, some, tests in (("cpu", (), TESTS), ("dnnl", ("-k", SOME), TESTS if exact else TESTS[-1:])):
         _say(f"testing with provider {provider}")
         environment = {"DFLASH_ORT_TEST_PROVIDER": provider, "DFLASH_ORT_TEST_BUNDLES": f"/{_BUNDLES}"}
