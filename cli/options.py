@@ -189,7 +189,7 @@ def changed_backend_options() -> list[str]:
 def backend_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """`Engine.load`'s arguments from the options' values. Raises click.BadParameter."""
     return {
-        **{name: values[name] for name in BACKEND_NAMES[:5]},
+        **{name: values[name] for name in BACKEND_NAMES},
         "cpus": _cpu_list(values["cpus"]),
         "session_options": named_values(values["session_options"], "--session-option"),
     }

@@ -34,6 +34,7 @@ from dflash_ort.exporter.export import ExportOptions, check_output, export_bundl
 from dflash_ort.exporter.linear import Precision
 from dflash_ort.models.manifest import Manifest
 from dflash_ort.progress import Progress, silent
+from dflash_ort.runtime.providers import reason_of
 from dflash_ort.runtime.selfcheck import check_bundle
 from dflash_ort.runtime.session import default_threads
 from dflash_ort.whole import whole_file
@@ -190,8 +191,7 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RequestError(f"torch cannot use the device '{device}' ({reason}); choose cpu") from None
+        raise RequestError(f"torch cannot use the device '{device}' ({reason_of(error)}); choose cpu") from None
 
 
 def _settings(order: Order, init: DrafterCheckpoint | None) -> TrainSettings:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any
@@ -37,8 +38,6 @@ _OPENVINO_PRECISIONS = {"strict": "f32", "bf16": "bf16", "f16": "f16"}
 
 logger = logging.getLogger("dflash_ort")
 _lock = Lock()
-_openvino: list[Any] = []
-"""The device, None where there is none, once it was asked for."""
 # What changes oneDNN's kernels, and with them bits and speed, without changing anything that we pass.
 _ONEDNN_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -56,12 +55,11 @@ def openvino_device() -> Any:
     The plugin is registered with the process when this is first asked. On processors that are not Intel's it registers
     and offers nothing.
     """
-    with _lock:
-        if not _openvino:
-            _openvino.append(_register_openvino())
-        return _openvino[0]
+    with _lock:  # two threads would both find nothing cached, and a library can be registered once
+        return _register_openvino()
 
 
+@cache
 def _register_openvino() -> Any:
     if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
         return None
@@ -78,8 +76,8 @@ def _register_openvino() -> Any:
 def provider_identity(provider: Provider) -> dict[str, str]:
     """What of a provider's own bits and speed depend on and ONNX Runtime's version does not tell.
 
-    OpenVINO's plugin has a version of its own. oneDNN is a part of ONNX Runtime's build, whose file tells two builds of
-    one version apart, and listens to the environment.
+    OpenVINO's plugin has a version of its own. oneDNN is a part of ONNX Runtime's build, which tells its commit and
+    flags, and listens to the environment.
     """
     if provider == "openvino":
         try:
