@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from dflash_ort.controller.acceptance import GENERIC_PRIORS, HazardPrior
+from dflash_ort.controller.acceptance import GENERIC_PRIORS, HazardPrior, family
 from dflash_ort.errors import PolicyError
 
 FORMAT, VERSION = "dflash-ort policy", 1
+_OF_USE = 0.1
+"""Part of the first drafts accepted from which on a drafter's check says nothing against it."""
+_CHECK_PRIOR = 2.0
+"""Blocks, half of them accepted, that a check begins with."""
 FEATURES = ("intercept", "logit", "log_position", "log2_match", "agreement")
 """Names of `HazardPrior`'s entries."""
 
@@ -69,6 +73,20 @@ class Policy:
             priors[kind] = values
         settings = asdict(self.settings)
         return {"format": FORMAT, "version": VERSION, **self.notes, "settings": settings, "priors": priors}
+
+    def after_check(self, kind: str, accepted: float, blocks: int) -> Policy:
+        """What to start from where ``accepted`` first drafts out of ``blocks`` blocks of a drafter were accepted on
+        some texts: if next to none was, it is useless on texts like them, whatever this policy believes.
+        """
+        share = (accepted + 0.5 * _CHECK_PRIOR) / (blocks + _CHECK_PRIOR)
+        useless = min(1.0 - share / _OF_USE, 0.98)
+        families = [family(kind, draws) for draws in (False, True)]
+        doubted = {
+            name: replace(prior, useless=max(prior.useless, useless))
+            for name, prior in self.priors.items()
+            if name in families
+        }
+        return replace(self, priors={**self.priors, **doubted})
 
     @staticmethod
     def from_json(raw: object, where: str) -> Policy:

@@ -145,7 +145,7 @@ class Engine:
             drafter=drafter,
             controller=controller,
             calibrate=calibrate,
-            policy=bundle_policy(Path(directory)),
+            policy=bundle_policy(Path(directory), bundle.manifest),
             progress=progress,
         )
         engine.max_draft(drafter)

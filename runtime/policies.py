@@ -11,7 +11,7 @@ from dflash_ort.controller.names import check_name, make_controller, needs_costs
 from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import Controller
 from dflash_ort.errors import PolicyError
-from dflash_ort.models.manifest import POLICY
+from dflash_ort.models.manifest import POLICY, Manifest
 
 
 def load_policy(path: Path) -> Policy:
@@ -25,10 +25,17 @@ def load_policy(path: Path) -> Policy:
     return Policy.from_json(raw, f"'{path}'")
 
 
-def bundle_policy(directory: Path) -> Policy:
-    """The policy that lies in a bundle, else the generic one. Raises PolicyError for one that is not usable."""
+def bundle_policy(directory: Path, manifest: Manifest) -> Policy:
+    """The policy that lies in a bundle, else the generic one, after what its self-check found of its drafter.
+
+    Raises PolicyError for one that is not usable.
+    """
     path = directory / POLICY
-    return load_policy(path) if path.is_file() else GENERIC_POLICY
+    policy = load_policy(path) if path.is_file() else GENERIC_POLICY
+    check = manifest.self_check.drafter if manifest.self_check else None
+    if check is None:
+        return policy
+    return policy.after_check(manifest.drafter.kind, check.survival[0] * check.verify_rounds, check.verify_rounds)
 
 
 def is_policy_file(name: str) -> bool:

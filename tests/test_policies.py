@@ -14,7 +14,8 @@ from dflash_ort.controller.acceptance import GENERIC_PRIORS
 from dflash_ort.controller.adaptive import Adaptive
 from dflash_ort.controller.policy import GENERIC_POLICY, AdaptiveSettings, Policy
 from dflash_ort.errors import PolicyError
-from dflash_ort.models.manifest import POLICY, read_manifest
+from dflash_ort.models.manifest import MANIFEST, POLICY, DrafterCheck, SelfCheck, read_manifest
+from dflash_ort.params import SamplingParams
 from dflash_ort.runtime.engine import Engine
 from dflash_ort.runtime.policies import load_policy
 from tests.shell import Home, at_home, call, json_of
@@ -101,6 +102,47 @@ def test_a_bundle_starts_from_its_own_policy_which_is_no_part_of_its_identity(
     (bundle / POLICY).write_text("{")
     with pytest.raises(PolicyError, match="is not JSON"):
         Engine.load(bundle, threads=1, calibrate=False)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "blocks", "useless"),
+    [(0, 500, 0.98), (5, 250, 0.76), (100, 400, None), (1, 3, None), (0, 0, None)],
+)
+def test_a_check_that_found_next_to_nothing_accepted_is_believed(
+    accepted: float, blocks: int, useless: float | None
+) -> None:
+    for policy in (GENERIC_POLICY, OTHER):
+        priors = policy.after_check("dflash", accepted, blocks).priors
+        for name, prior in priors.items():
+            if useless is None or name.startswith("ngram"):
+                assert prior == policy.priors[name]
+            else:
+                assert prior.useless == pytest.approx(useless, abs=0.03)
+                assert replace(prior, useless=policy.priors[name].useless) == policy.priors[name]
+    believed = OTHER.after_check("dflash", accepted, blocks)
+    assert Policy.from_json(believed.as_json(), "it") == believed
+
+
+def test_a_drafter_that_failed_its_check_is_not_asked_at_first(
+    tiny_bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Nothing is verified of it in an answer that is too short for a try; without the check, its blocks are."""
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    for file in tiny_bundle("fp32").iterdir():
+        if file.name != MANIFEST:
+            (bundle / file.name).symlink_to(file)
+    manifest = read_manifest(tiny_bundle("fp32"))
+    found = DrafterCheck(acceptance_length=1.0, survival=(0.0,) * 4, verify_rounds=400)
+    check = SelfCheck(rows_independent=True, cpu="any", onnxruntime="any", drafter=found)
+    verified = []
+    for checked in (replace(manifest, self_check=None), replace(manifest, self_check=check)):
+        (bundle / MANIFEST).write_text(checked.to_json())
+        with Engine.load(bundle, threads=1, calibrate=False, drafter="dflash") as engine:
+            answer = engine.generate("one two three", SamplingParams(max_new_tokens=8, ignore_eos=True))
+            verified.append(answer.statistics.drafted)
+    assert verified[0] > 0
+    assert verified[1] == 0
 
 
 def test_a_drafters_policy_goes_into_the_bundle(home: Home, tmp_path: Path) -> None:
