@@ -189,7 +189,7 @@ class TestReplay:
         assert "no request of the log" in call("replay", trace, "--log", tmp_path / "other.jsonl").error
 
     def test_adaptive_starts_from_the_bundles_own_policy_as_it_does_in_a_run(self, home: Home, tmp_path: Path) -> None:
-        policy = Policy(settings=AdaptiveSettings(first_value=3.0, prior_blocks=50.0, cautious_length=5))
+        policy = Policy(settings=AdaptiveSettings(first_value=500.0, prior_blocks=50.0, cautious_length=9))
         own, trace, log = home.bundle / POLICY, tmp_path / "trace.jsonl", tmp_path / "log.jsonl"
         own.write_text(json.dumps(policy.as_json()))
         try:
