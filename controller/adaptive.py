@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from dflash_ort.controller.acceptance import HazardModel, family
-from dflash_ort.controller.arms import RIGHT_BLOCKS, Arm, Population, Progress
+from dflash_ort.controller.arms import RIGHT_BLOCKS, Arm, Pace, Population, Progress
 from dflash_ort.controller.cost import CostModel
 from dflash_ort.controller.policy import GENERIC_POLICY, Policy
 from dflash_ort.controller.protocol import DraftOrder, RoundState
@@ -50,20 +50,22 @@ class Adaptive:
         self.hazards = {kind: HazardModel(prior) for kind, prior in priors.items()}
         self.kinds = [kind for kind in priors if family(kind, draws=True) in priors]
         self._requests: dict[int, Progress] = {}
-        self._rates = Progress(tokens=1.0, rounds=1.0, seconds=costs.one_pass(1, 0) + costs.table.other)
+        self._pace = Pace(1.0, 1.0, costs.one_pass(1, 0) + costs.table.other)
         self._populations: dict[str, Population] = {}
 
     def choose(self, state: RoundState, lookup: Draft | None) -> DraftOrder:
         """Ask a drafter that costs time where its expected worth beats the free proposal's and plain decoding's."""
-        progress = self._progress(state)
+        progress = self._progress(state.request_id, state.draws)
+        found = lookup if lookup is not None and lookup.token_ids else None
+        progress.begin(state, found is not None)
         free = 0.0
-        if lookup is not None and lookup.token_ids:
-            free = max(0.0, *self._gains(progress, self._survival(progress, lookup)))
+        if found is not None:
+            free = max(0.0, *self._gains(progress, self._survival(progress, found)))
         for kind, limit in state.limits.items():
             if limit > 0 and (lookup is None or kind != lookup.kind) and self._worth_asking(progress, kind, free):
                 return self._order(progress, kind, limit)
-        if lookup is not None and free > 0.0:
-            return DraftOrder(lookup.kind, len(lookup.token_ids))
+        if found is not None and free > 0.0:
+            return DraftOrder(found.kind, len(found.token_ids))
         return _NOBODY
 
     def plan(self, drafts: Sequence[Draft]) -> VerifyPlan:
@@ -75,7 +77,7 @@ class Adaptive:
         for (draft, progress), curve in zip(live, curves, strict=True):
             self._learn_value(progress, draft, curve)
         passes = self._passes(live, sum(map(len, curves)) + len(live))
-        lengths = _best_lengths([progress for _, progress in live], curves, passes)
+        lengths = _best_lengths([progress.recent for _, progress in live], curves, passes)
         for index, (draft, progress) in enumerate(live):
             length = lengths[index] = self._explore(progress, draft, lengths[index])
             if (arm := progress.arms.get(draft.kind)) is not None:
@@ -125,15 +127,12 @@ class Adaptive:
         for model in self.hazards.values():
             model.forget(request_id)
 
-    def _progress(self, state: RoundState) -> Progress:
-        progress = self._requests.get(state.request_id)
+    def _progress(self, request_id: int, draws: bool) -> Progress:
+        progress = self._requests.get(request_id)
         if progress is None:
-            rounds = self.settings.rate_memory / 4
-            scale = rounds / self._rates.rounds
-            models = {kind: self.hazards[family(kind, state.draws)] for kind in self.kinds}
-            progress = Progress(self._rates.tokens * scale, rounds, self._rates.seconds * scale, models)
-            self._requests[state.request_id] = progress
-        progress.state, progress.passes = state, []
+            models = {kind: self.hazards[family(kind, draws)] for kind in self.kinds}
+            progress = Progress(self._pace.of(self.settings.rate_memory / 4), models)
+            self._requests[request_id] = progress
         return progress
 
     def _row_costs(self, progress: Progress) -> list[float]:
@@ -170,7 +169,7 @@ class Adaptive:
             arm = progress.arms[kind] = Arm(
                 population.value, settings.prior_blocks, settings.prior_blocks, settings.first_retry
             )
-        horizon = max(1, min(settings.injection_horizon, state.remaining))
+        horizon = max(1, min(settings.injection_horizon, round(state.remaining / settings.tokens_per_use)))
         price = progress.rate * self._draft_seconds(kind, state, horizon)
         arm.trying = False
         optimism = settings.optimism * min(1.0, state.remaining / settings.long_answer)
@@ -307,11 +306,11 @@ class Adaptive:
             keep = 1.0 - 1.0 / settings.surplus_memory
             arm.surplus = keep * arm.surplus + part.num_accepted - arm.expected
             arm.checked = keep * (arm.checked - RIGHT_BLOCKS) + 1.0 + RIGHT_BLOCKS
-        progress.add(part.num_committed, seconds, settings.rate_memory)
-        self._rates.add(part.num_committed, seconds, settings.population_memory)
+        progress.end(part.num_committed, seconds, settings.rate_memory)
+        self._pace.add(part.num_committed, seconds, settings.population_memory)
 
 
-def _best_lengths(live: Sequence[Progress], curves: Sequence[list[float]], passes: list[float]) -> list[int]:
+def _best_lengths(paces: Sequence[Pace], curves: Sequence[list[float]], passes: list[float]) -> list[int]:
     """Prefix lengths that maximise weighted survival less the price of the rows' time.
 
     A token of request r weighs 1 / (r's tokens a round); a second costs the sum of the requests' rounds a second:
@@ -320,11 +319,11 @@ def _best_lengths(live: Sequence[Progress], curves: Sequence[list[float]], passe
     """
     slots = sorted(
         (-survival * p.rounds / p.tokens, index)
-        for index, (p, curve) in enumerate(zip(live, curves, strict=True))
+        for index, (p, curve) in enumerate(zip(paces, curves, strict=True))
         for survival in curve
     )
-    price = sum(p.rounds / p.seconds for p in live)
-    row = len(live)
+    price = sum(p.rounds / p.seconds for p in paces)
+    row = len(paces)
     best = worth = 0.0
     taken = 0
     for count, (negative, _) in enumerate(slots, 1):
@@ -332,7 +331,7 @@ def _best_lengths(live: Sequence[Progress], curves: Sequence[list[float]], passe
         gain = worth - price * (passes[row + count - 1] - passes[row - 1])
         if gain > best:
             best, taken = gain, count
-    lengths = [0] * len(live)
+    lengths = [0] * len(paces)
     for _, index in slots[:taken]:
         lengths[index] += 1
     return lengths

@@ -13,6 +13,8 @@ RIGHT_BLOCKS = 16.0
 """Blocks that stand for a drafter's being right, until its own have shown otherwise."""
 
 _LEAST_WILLING = 0.2
+_ROUNDS_OF_ALL = 2.0
+"""Rounds of whatever kind that the pace of those of one kind starts from."""
 
 
 @dataclass(slots=True)
@@ -78,17 +80,44 @@ class Arm:
 
 
 @dataclass(slots=True)
-class Progress:
-    """One request's rate, and its drafters."""
+class Pace:
+    """Tokens, rounds and table seconds; the latest count most."""
 
-    tokens: float
-    rounds: float
-    seconds: float
+    tokens: float = 0.0
+    rounds: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float, memory: float) -> None:
+        """One more round, of about ``memory`` that count."""
+        keep = 1.0 - 1.0 / memory
+        self.tokens = keep * self.tokens + tokens
+        self.rounds = keep * self.rounds + 1.0
+        self.seconds = keep * self.seconds + seconds
+
+    def of(self, rounds: float) -> Pace:
+        """The same pace, of so many rounds."""
+        part = rounds / self.rounds
+        return Pace(self.tokens * part, rounds, self.seconds * part)
+
+    def __add__(self, other: Pace) -> Pace:
+        return Pace(self.tokens + other.tokens, self.rounds + other.rounds, self.seconds + other.seconds)
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request's pace, and its drafters."""
+
+    recent: Pace
     models: Mapping[str, HazardModel] = field(default_factory=dict)
     """Of its drafters, by kind."""
     arms: dict[str, Arm] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    """What is to be expected of the tokens that come next."""
+    alike: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(), Pace()))
+    """Of the rounds without and with a proposal by lookup: text that repeats goes faster than what is between."""
+    has_lookup: bool = False
     elapsed: float = 0.0
-    """Table seconds of all rounds, where ``seconds`` are those of recent ones."""
+    """Table seconds of all rounds."""
     verify_rounds: int = 0
     state: RoundState | None = None
     passes: list[float] = field(default_factory=list)
@@ -97,12 +126,15 @@ class Progress:
     @property
     def rate(self) -> float:
         """lambda: tokens a table second."""
-        return self.tokens / self.seconds
+        return self.pace.tokens / self.pace.seconds
 
-    def add(self, tokens: int, seconds: float, memory: float) -> None:
-        """One more round."""
-        keep = 1.0 - 1.0 / memory
-        self.tokens = keep * self.tokens + tokens
-        self.seconds = keep * self.seconds + seconds
+    def begin(self, state: RoundState, has_lookup: bool) -> None:
+        """Another round."""
+        self.state, self.passes, self.has_lookup = state, [], has_lookup
+        self.pace = self.alike[has_lookup] + self.recent.of(_ROUNDS_OF_ALL)
+
+    def end(self, tokens: int, seconds: float, memory: float) -> None:
+        """What the round gave and took."""
         self.elapsed += seconds
-        self.rounds = keep * self.rounds + 1.0
+        self.recent.add(tokens, seconds, memory)
+        self.alike[self.has_lookup].add(tokens, seconds, memory)

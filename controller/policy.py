@@ -45,14 +45,16 @@ class AdaptiveSettings:
     """What a block is worth, in tokens, before any was seen."""
     first_retry: int = 12
     longest_retry: int = 512
-    most_for_tries: float = 0.012
+    most_for_tries: float = 0.011
     """Share of a request's time that tries may take, what they inject included."""
     cautious_length: int = 2
     """No more is verified of a drafter that may well be useless on this text."""
     lengthen_every: int = 250
     """Now and then two drafts more are verified than seem to pay, so that what lies behind is learnt."""
     injection_horizon: int = 24
-    """Rounds over which the cost of injecting a long backlog (a prompt's rows) is spread."""
+    """Most rounds over which the cost of injecting a long backlog (a prompt's rows) is spread."""
+    tokens_per_use: float = 8.0
+    """Of the tokens still to come, one in so many is a round that pays for a backlog."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from benchmarks import simulate
 from benchmarks.simulate import EASY, HARD, SCENARIOS, Scenario, clairvoyant, run
 from benchmarks.synthetic import FP32, INT8, Clock, Machine, Result, replay, write_text
 from dflash_ort.controller.adaptive import Adaptive, _best_lengths
-from dflash_ort.controller.arms import Progress
+from dflash_ort.controller.arms import Pace
 from dflash_ort.controller.cost import CostModel, CostTable
 from dflash_ort.controller.names import make_controller
 from dflash_ort.controller.policy import AdaptiveSettings, Policy
@@ -205,7 +205,7 @@ def test_the_best_slots_are_those_a_search_of_all_finds(
     hazards: list[list[float]], rounds: list[tuple[float, float]], steps: list[float]
 ) -> None:
     """Weighted survival less the price of the rows, over every combination of lengths."""
-    live = [Progress(tokens=10 * per_round, rounds=10.0, seconds=10 / rate) for per_round, rate in rounds]
+    live = [Pace(tokens=10 * per_round, rounds=10.0, seconds=10 / rate) for per_round, rate in rounds]
     live = live[: len(hazards)]
     curves = [list(itertools.accumulate(h, lambda a, b: a * b)) for h in hazards]
     passes: list[float] = np.cumsum([0.02, *steps]).tolist()
