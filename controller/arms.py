@@ -125,7 +125,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """lambda: tokens a table second."""
+        """lambda of rounds like this one: tokens a table second."""
         return self.pace.tokens / self.pace.seconds
 
     def begin(self, state: RoundState, has_lookup: bool) -> None:

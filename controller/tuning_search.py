@@ -31,6 +31,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "first_retry": (6, 12, 24, 48),
     "most_for_tries": (0.003, 0.006, 0.012, 0.025, 0.05),
     "injection_horizon": (6, 12, 24, 48, 96),
+    "tokens_per_use": (2.0, 4.0, 8.0, 16.0),
 }
 """What is searched, those that matter most first; the current value is a point of its grid, too."""
 LEAST_RATIO, LEAST_LOW_END = 1.0, 0.995

@@ -16,7 +16,7 @@ from benchmarks import simulate
 from benchmarks.simulate import EASY, HARD, SCENARIOS, Scenario, clairvoyant, run
 from benchmarks.synthetic import FP32, INT8, Clock, Machine, Result, replay, write_text
 from dflash_ort.controller.adaptive import Adaptive, _best_lengths
-from dflash_ort.controller.arms import Pace
+from dflash_ort.controller.arms import Pace, Progress
 from dflash_ort.controller.cost import CostModel, CostTable
 from dflash_ort.controller.names import make_controller
 from dflash_ort.controller.policy import AdaptiveSettings, Policy
@@ -132,7 +132,22 @@ class TestDecisions:
     def test_a_long_prompt_does_not_forbid_the_first_draft(self) -> None:
         """A thousand rows to inject cost a whole round, once; an answer of a hundred tokens earns that back."""
         assert adaptive().choose(state(pending=1000, remaining=400), NO_LOOKUP).kind == "dflash"
-        assert adaptive().choose(state(pending=1000, remaining=2), NO_LOOKUP).kind == PLAIN
+        assert adaptive().choose(state(pending=1000, remaining=20), NO_LOOKUP).kind == PLAIN, "a short one does not"
+        assert adaptive().choose(state(pending=2, remaining=20), NO_LOOKUP).kind == "dflash"
+
+    def test_a_token_between_repetitions_is_worth_its_own_pace(self) -> None:
+        """While lookups give five tokens a round, a round without one still takes its time for one."""
+        progress = Progress(Pace(1.0, 1.0, 0.02))
+        for has_lookup, tokens in [(False, 1), (True, 5)] * 30:
+            progress.begin(state(), has_lookup)
+            progress.end(tokens, 0.02, memory=15.0)
+        rates = []
+        for has_lookup in (False, True):
+            progress.begin(state(), has_lookup)
+            rates.append(progress.rate * 0.02)
+        assert 1.0 < rates[0] < 1.4
+        assert 4.6 < rates[1] < 5.0
+        assert progress.elapsed == pytest.approx(60 * 0.02)
 
     def test_load_on_the_machine_changes_no_decision(self) -> None:
         """What slows everything alike leaves every comparison as it was."""
