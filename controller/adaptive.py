@@ -5,9 +5,10 @@ What is maximised is the rate over a text, tokens over seconds, not each round's
 (Dinkelbach 1967), with lambda the request's own recent rate, a round's best length is ``argmax_n  sum_{i<=n} S(i) -
 lambda (t_verify(n + 1) - t_verify(1))``, and asking a drafter pays iff the best such value, on average over recent
 blocks, is above ``lambda t_draft``. There lambda is that of rounds like this one, with or without a proposal by
-lookup: between repetitions a token takes longer, and a block may pay that would not within them. Plain decoding is the arm whose value is zero. An arm that was given up is tried again
-after some rounds, then after twice as many, and so on: a losing arm costs when it is tried. How far that goes is
-learnt: where tries have led to recoveries (texts that turn hard and easy again), arms are tried more often.
+lookup: between repetitions a token takes longer, and a block may pay that would not within them. Plain decoding is
+the arm whose value is zero. An arm that was given up is tried again after some rounds, then after twice as many, and
+so on: a losing arm costs when it is tried. How far that goes is learnt: where tries have led to recoveries (texts that
+turn hard and easy again), arms are tried more often.
 
 Decisions are made in the cost table's seconds, so that what slows the whole machine changes none of them. Sampling
 is left out of lambda: it is paid by the token, whatever is verified.
