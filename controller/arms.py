@@ -99,9 +99,6 @@ class Pace:
         part = rounds / self.rounds
         return Pace(self.tokens * part, rounds, self.seconds * part)
 
-    def __add__(self, other: Pace) -> Pace:
-        return Pace(self.tokens + other.tokens, self.rounds + other.rounds, self.seconds + other.seconds)
-
 
 @dataclass(slots=True)
 class Progress:
@@ -111,8 +108,8 @@ class Progress:
     models: Mapping[str, HazardModel] = field(default_factory=dict)
     """Of its drafters, by kind."""
     arms: dict[str, Arm] = field(default_factory=dict)
-    pace: Pace = field(default_factory=Pace)
-    """What is to be expected of the tokens that come next."""
+    rate: float = 0.0
+    """lambda of rounds like this one: tokens a table second."""
     alike: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(), Pace()))
     """Of the rounds without and with a proposal by lookup: text that repeats goes faster than what is between."""
     has_lookup: bool = False
@@ -123,15 +120,12 @@ class Progress:
     passes: list[float] = field(default_factory=list)
     """Table seconds of passes of 1, 2, ... rows in this round's context; none before something needs them."""
 
-    @property
-    def rate(self) -> float:
-        """lambda of rounds like this one: tokens a table second."""
-        return self.pace.tokens / self.pace.seconds
-
     def begin(self, state: RoundState, has_lookup: bool) -> None:
         """Another round."""
         self.state, self.passes, self.has_lookup = state, [], has_lookup
-        self.pace = self.alike[has_lookup] + self.recent.of(_ROUNDS_OF_ALL)
+        alike, recent = self.alike[has_lookup], self.recent
+        share = _ROUNDS_OF_ALL / recent.rounds
+        self.rate = (alike.tokens + share * recent.tokens) / (alike.seconds + share * recent.seconds)
 
     def end(self, tokens: int, seconds: float, memory: float) -> None:
         """What the round gave and took."""

@@ -29,7 +29,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "value_memory": (3.0, 6.0, 12.0, 24.0),
     "rate_memory": (7.0, 15.0, 30.0, 60.0),
     "first_retry": (6, 12, 24, 48),
-    "most_for_tries": (0.003, 0.006, 0.012, 0.025, 0.05),
+    "most_for_tries": (0.003, 0.006, 0.011, 0.022, 0.05),
     "injection_horizon": (6, 12, 24, 48, 96),
     "tokens_per_use": (2.0, 4.0, 8.0, 16.0),
 }
