@@ -30,6 +30,8 @@ REPORT_VERSION = 1
 """Version of the JSON object."""
 _POSITIVE = click.IntRange(min=1)
 _SHARE = click.FloatRange(0.0, 1.0)
+_HOW_MEASURED = ("max_new_tokens", "repeats", "interleave", "temperature", "seed", "ignore_eos")
+"""Options that are `BenchSettings`' too, and settings of the report."""
 
 
 @click.command()
@@ -90,9 +92,9 @@ def bench(bundles: tuple[str, ...], **options: Any) -> None:
 
     entries = parse_controllers(options["controllers"])
     prompts = select_prompts(bench_prompts(options["prompts_file"]), options["suites"], options["per_suite"])
-    names = ("max_new_tokens", "repeats", "interleave", "temperature", "seed", "ignore_eos")
     settings = BenchSettings(
-        **{name: options[name] for name in names}, template_arguments=template_arguments(options["template_arg"])
+        **{name: options[name] for name in _HOW_MEASURED},
+        template_arguments=template_arguments(options["template_arg"]),
     )
     for prompt in prompts:
         settings.params(prompt)
@@ -175,8 +177,7 @@ def _report(measured: Measurements, bundles: Sequence[Mapping[str, Any]], option
         "settings": {
             "controllers": [entry.label for entry in measured.entries],
             "prompts": "built in" if options["prompts_file"] is None else options["prompts_file"].name,
-            **{name: options[name] for name in ("suites", "per_suite", "max_new_tokens", "repeats", "temperature")},
-            **{name: options[name] for name in ("seed", "ignore_eos")},
+            **{name: options[name] for name in ("suites", "per_suite", *_HOW_MEASURED)},
             "template_arguments": dict(measured.settings.template_arguments),
         },
         **summarise(measured),

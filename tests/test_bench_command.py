@@ -69,6 +69,7 @@ class TestCommand:
         ]
         assert report["version"] == 1
         assert report["settings"]["controllers"] == LABELS
+        assert report["settings"]["interleave"] is False
 
     def test_per_prompt(self, measured: tuple[Outcome, dict[str, Any], str]) -> None:
         _, report, _ = measured
